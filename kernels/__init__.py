@@ -1,0 +1,1 @@
+"""Operations of the residual strategies: tensors in, tensors out; `reference` defines each one."""
