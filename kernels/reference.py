@@ -154,6 +154,39 @@ def attnres_read(sources: Sequence[Tensor], query: Tensor, key_gain: Tensor | No
     return retrieve(streams, logits).squeeze(2).to(sources[0].dtype)
 
 
+def split_head_weights(
+    sources: Sequence[Tensor], query: Tensor, key_gain: Tensor | None, n_heads: int, eps: float
+) -> Tensor:
+    """Depth softmax of H heads that share one source by channel slices; the key norm spans all D.
+
+    Args:
+        sources: N tensors [B, T, D].
+        query: [D], cut into H slices of D / H.
+        key_gain: [D] or None.
+    Returns:
+        [B, T, H, N] in the accumulation dtype.
+    """
+    query = query if key_gain is None else query * key_gain
+    logits = []
+    for source in sources:
+        v = raised(source)
+        key = v * torch.rsqrt(v.square().mean(-1, keepdim=True) + eps) * query.to(v.dtype)
+        logits.append(key.unflatten(-1, (n_heads, -1)).sum(-1))  # [B, T, H]
+    return torch.softmax(torch.stack(logits, dim=-1), dim=-1)
+
+
+def split_head_read(
+    sources: Sequence[Tensor], query: Tensor, key_gain: Tensor | None, n_heads: int, eps: float
+) -> Tensor:
+    """AttnRes with H depth heads, each on its own slice of the channels (AttnRes, ablation "multihead").
+
+    Args and dtypes as `split_head_weights`; returns [B, T, D] in the sources' dtype.
+    """
+    weights = split_head_weights(sources, query, key_gain, n_heads, eps)
+    heads = torch.stack([raised(s).unflatten(-1, (n_heads, -1)) for s in sources], dim=-2)  # [B, T, H, N, D/H]
+    return torch.einsum("bthn,bthnc->bthc", weights, heads).flatten(-2).to(sources[0].dtype)
+
+
 def msar_retrieve(
     sources: Sequence[Tensor],
     taps: Sequence[Tensor | None],
@@ -213,3 +246,23 @@ def mix_streams(
         return retrieved.mean(2)
     gates = mix_gates(retrieved, weight, scale, bias, gate, eps)
     return torch.einsum("btm,btmd->btd", gates, raised(retrieved))
+
+
+def expand_mix_read(
+    source: Tensor,
+    taps: Tensor,
+    mix_weight: Tensor | None,
+    mix_scale: Tensor | None,
+    mix_bias: Tensor | None,
+    *,
+    kernel_sizes: Sequence[int],
+    gate: Gate = "sigmoid",
+    eps: float = 1e-5,
+    position: Tensor | None = None,
+) -> Tensor:
+    """The streams of one source, mixed: an MSAR read without depth attention (control `VanillaConv`).
+
+    Args as `msar_read`, with one source [B, T, D]; returns [B, T, D] in its dtype.
+    """
+    streams = expand(source, taps, kernel_sizes, position)
+    return mix_streams(streams, mix_weight, mix_scale, mix_bias, gate, eps).to(source.dtype)

@@ -1,0 +1,160 @@
+"""Multi-Stream Attention Residuals: depth attention with one head per causal-convolution view of each source."""
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kernels import Kernels, reference
+from kernels.reference import Gate
+from lit_msar.initialization import Init, constant, normal
+from lit_msar.residual.base import Cost, Site, State
+from lit_msar.residual.depth import DepthAttention, split_position
+
+GATE_SCALE = 0.01
+WEIGHT_STD = 0.02
+
+
+def conv_start(conv_init: Literal["uniform", "delta"], kernel_sizes: list[int]) -> Init:
+    """Start of one conv group [K, D]: Conv1d's own U(-1/sqrt(k), 1/sqrt(k)), or every stream about the source itself."""
+
+    def start(taps: Tensor, generator: torch.Generator) -> None:
+        for row in reference.tap_rows(kernel_sizes):
+            if row is None:
+                continue
+            if conv_init == "uniform":
+                bound = 1 / math.sqrt(row.stop - row.start)
+                taps[row].uniform_(-bound, bound, generator=generator)
+            else:
+                taps[row].normal_(0.0, WEIGHT_STD, generator=generator)
+                taps[row.start] += 1.0
+
+    return start
+
+
+def gate_bias_start(gate: Gate, m: int) -> float:
+    """The bias that makes every gate 1/m where the data-dependent part is zero."""
+    return 0.0 if gate == "softmax" else math.log(1 / (m - 1))
+
+
+class MSAR(DepthAttention):
+    """Multi-Stream Attention Residuals.
+
+    Source s becomes m full-width streams `u_j[t] = sum_{i<k_j} w_j[i] s[t-i]` (causal, depthwise; stream 1 is s). Read l:
+
+        e_ij = q_lj . RMSNorm(u_ij)      a_ij = softmax over sources i, per stream j
+        r_j  = sum_i a_ij u_ij           h_l  = sum_j g_j r_j
+        g    = sigmoid(alpha RMSNorm([r_1; ..; r_m]) W + b)
+
+    Queries start at zero (uniform mean), gates near 1/m. State: see `DepthAttention`; only single-stream sources are
+    stored. 44 D + 5 parameters per read for kernel sizes (1, 4, 8, 12).
+
+    Args:
+        block_size: S, sublayers per depth block; 1 is the full form, null means 2 ceil(2 n_layers / 16).
+        kernel_sizes: causal conv width per stream, in tokens; starts with 1, the source itself. All 1: no convs.
+        conv_owner: `producer`: conv group l expands what sublayer l wrote last (0 is the embedding), the same for all
+            readers; `reader`: read l expands every source with its own group.
+        conv_init: `uniform` (Conv1d's own) or `delta` (tap 0 is 1, plus N(0, 0.02^2) on all taps).
+        mix: `adaptive` (the gate above) or `mean` of the streams.
+        gate: `sigmoid` or `softmax` over the streams.
+        train_queries: false freezes the queries at zero, a uniform mean over depth (control).
+        eps: of both norms.
+        kernels: auto, triton, reference (plain PyTorch) or compiled (torch.compile of it).
+    """
+
+    no_decay = frozenset({"query", "mix_scale", "mix_bias"})
+
+    def __init__(
+        self,
+        block_size: int | None = None,
+        kernel_sizes: list[int] = [1, 4, 8, 12],  # noqa: B006 (a list in configs; never changed)
+        conv_owner: Literal["producer", "reader"] = "producer",
+        conv_init: Literal["uniform", "delta"] = "uniform",
+        mix: Literal["adaptive", "mean"] = "adaptive",
+        gate: Gate = "sigmoid",
+        train_queries: bool = True,
+        eps: float = 1e-5,
+        kernels: Kernels = "auto",
+    ) -> None:
+        super().__init__(
+            block_size,
+            eps,
+            kernels,
+            kernel_sizes=list(kernel_sizes),
+            conv_owner=conv_owner,
+            conv_init=conv_init,
+            mix=mix,
+            gate=gate,
+            train_queries=train_queries,
+        )
+        reference.check_kernel_sizes(kernel_sizes)
+        self.kernel_sizes = tuple(kernel_sizes)
+        self.m = len(kernel_sizes)
+        self.reader_owns_convs = conv_owner == "reader"
+        self.conv_init = conv_init
+        self.has_mixer = mix == "adaptive" and self.m > 1
+        self.gate = gate
+        self.train_queries = train_queries
+
+    def build(self, d_model: int, n_layers: int) -> None:
+        super().build(d_model, n_layers)
+        n_reads = self.n_sublayers + 1
+        self.declare_list("query", (self.m, d_model), [constant(0.0)] * n_reads)
+        self.query.requires_grad_(self.train_queries)
+        if K := reference.n_taps(self.kernel_sizes):
+            # as many conv groups as reads for either owner: the embedding's and one per sublayer, or one per read
+            self.declare_list("taps", (K, d_model), [conv_start(self.conv_init, self.kernel_sizes)] * n_reads)
+        if self.has_mixer:
+            self.declare_list("mix_weight", (self.m, self.m, d_model), [normal(WEIGHT_STD)] * n_reads)
+            self.declare_list("mix_scale", (1,), [constant(GATE_SCALE)] * n_reads)
+            self.declare_list("mix_bias", (self.m,), [constant(gate_bias_start(self.gate, self.m))] * n_reads)
+
+    def source_taps(self, site: Site) -> list[Tensor | None]:
+        """The conv group [K, D] of each source that the read at `site` sees."""
+        if not reference.n_taps(self.kernel_sizes):
+            return [None] * self.n_sources(site)
+        if self.reader_owns_convs:
+            return [self.taps[site.index]] * self.n_sources(site)
+        return [self.taps[writer] for writer in self.last_writers(site)]
+
+    def mixer(self, site: Site) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Mix weight [m, m, D], scale [1] and bias [m] of the read at `site`; None for mean mixing."""
+        if not self.has_mixer:
+            return None, None, None
+        return self.mix_weight[site.index], self.mix_scale[site.index], self.mix_bias[site.index]
+
+    def read(self, state: State, site: Site) -> tuple[Tensor, State]:
+        position, sources = split_position(state)
+        x = self.ops(sources[0]).msar_read(
+            sources,
+            self.source_taps(site),
+            self.query[site.index],
+            *self.mixer(site),
+            kernel_sizes=self.kernel_sizes,
+            gate=self.gate,
+            eps=self.eps,
+            position=position,
+        )
+        return x, state
+
+    def inspect(self, state: State, site: Site) -> dict[str, Tensor]:
+        position, sources = split_position(state)
+        taps = self.source_taps(site)
+        streams = [reference.expand(s, w, self.kernel_sizes, position) for s, w in zip(sources, taps, strict=True)]
+        logits = [reference.score(stream, self.query[site.index], self.eps) for stream in streams]
+        seen = {"weights": torch.softmax(torch.stack(logits, dim=-1), dim=-1)}
+        if self.has_mixer:
+            retrieved = reference.retrieve(streams, logits)
+            seen["gates"] = reference.mix_gates(retrieved, *self.mixer(site), self.gate, self.eps)
+        return seen
+
+    def cost(self, site: Site) -> Cost:
+        n, m, D, K = self.n_sources(site), self.m, self.d_model, reference.n_taps(self.kernel_sizes)
+        # a producer's expansion and norms are needed once per written representation, a reader's at every source
+        n_expanded = n if self.reader_owns_convs else 1
+        multiply_adds = (K + m) * n_expanded + 2 * m * n  # convs and squares; dots and weighted sums
+        multiply_adds += (m + m * m + m) if self.has_mixer else m  # squares, gate logits, gated sum
+        multiply_adds += 0 if site.is_head else 1
+        parameters = K * D + m * D + (m * m * D + m + 1 if self.has_mixer else 0)
+        return Cost(parameters, multiply_adds * D, (n + 1) * D + self.write_elements(site))
