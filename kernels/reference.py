@@ -46,7 +46,7 @@ def check_kernel_sizes(kernel_sizes: Sequence[int]) -> None:
 
 
 def tap_rows(kernel_sizes: Sequence[int]) -> list[slice | None]:
-    """Rows of a stacked tap tensor [K, D] that belong to each stream; None for an identity stream, which has no taps."""
+    """Rows of a stacked tap tensor [K, D] that belong to each stream; None for an identity stream (no taps)."""
     rows: list[slice | None] = []
     start = 0
     for size in kernel_sizes:

@@ -124,5 +124,5 @@ class Residual(Initialized):
         raise NotImplementedError
 
     def output_std_factor(self) -> float:
-        """What the start of the sublayers' output projections is multiplied by (1 unless the strategy's paper says so)."""
+        """Factor on the start of the sublayers' output projections; 1 unless the strategy's paper says otherwise."""
         return 1.0

@@ -25,7 +25,7 @@ class DepthAttention(Residual):
     One more source costs B T D elements of memory and one more tensor per read.
 
     Args:
-        block_size: S, sublayers per depth block; 1 is the full form, None means 2 ceil(2 n_layers / 16), about 8 blocks.
+        block_size: S, sublayers per depth block; 1 is the full form, None means 2 ceil(2 n_layers / 16).
         eps: of the key norm.
         kernels: `auto`, `triton`, `reference` (plain PyTorch) or `compiled` (the reference through torch.compile).
     """

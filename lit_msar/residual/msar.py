@@ -16,8 +16,8 @@ GATE_SCALE = 0.01
 WEIGHT_STD = 0.02
 
 
-def conv_start(conv_init: Literal["uniform", "delta"], kernel_sizes: list[int]) -> Init:
-    """Start of one conv group [K, D]: Conv1d's own U(-1/sqrt(k), 1/sqrt(k)), or every stream about the source itself."""
+def conv_start(conv_init: Literal["uniform", "delta"], kernel_sizes: tuple[int, ...]) -> Init:
+    """Start of one conv group [K, D]: Conv1d's own U(-1/sqrt(k), 1/sqrt(k)), or every stream near the source."""
 
     def start(taps: Tensor, generator: torch.Generator) -> None:
         for row in reference.tap_rows(kernel_sizes):
@@ -41,7 +41,8 @@ def gate_bias_start(gate: Gate, m: int) -> float:
 class MSAR(DepthAttention):
     """Multi-Stream Attention Residuals.
 
-    Source s becomes m full-width streams `u_j[t] = sum_{i<k_j} w_j[i] s[t-i]` (causal, depthwise; stream 1 is s). Read l:
+    Source s becomes m full-width streams `u_j[t] = sum_{i<k_j} w_j[i] s[t-i]` (causal, depthwise; stream 1 is s).
+    The read at site l is
 
         e_ij = q_lj . RMSNorm(u_ij)      a_ij = softmax over sources i, per stream j
         r_j  = sum_i a_ij u_ij           h_l  = sum_j g_j r_j
@@ -68,7 +69,7 @@ class MSAR(DepthAttention):
     def __init__(
         self,
         block_size: int | None = None,
-        kernel_sizes: list[int] = [1, 4, 8, 12],  # noqa: B006 (a list in configs; never changed)
+        kernel_sizes: tuple[int, ...] = (1, 4, 8, 12),
         conv_owner: Literal["producer", "reader"] = "producer",
         conv_init: Literal["uniform", "delta"] = "uniform",
         mix: Literal["adaptive", "mean"] = "adaptive",
