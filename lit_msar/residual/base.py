@@ -80,6 +80,9 @@ class Residual(Initialized):
     no_decay: ClassVar[frozenset[str]] = frozenset()
     """Parameter names (the part before the first dot) that get no weight decay."""
 
+    segment_layers: int = 1
+    """Layers of a segment: the state may be cut (checkpointing, pipeline stages) only between segments."""
+
     def __init__(self, **options: Any) -> None:
         super().__init__()
         self.options = options
@@ -122,6 +125,10 @@ class Residual(Initialized):
     def cost(self, site: Site) -> Cost:
         """Cost of the read at `site` and of the write after it."""
         raise NotImplementedError
+
+    def is_without_decay(self, name: str) -> bool:
+        """Whether the parameter `name` (relative to the strategy) gets no weight decay."""
+        return name.split(".", 1)[0] in self.no_decay
 
     def output_std_factor(self) -> float:
         """Factor on the start of the sublayers' output projections; 1 unless the strategy's paper says otherwise."""

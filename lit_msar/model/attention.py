@@ -1,0 +1,67 @@
+"""The attention sublayer: PreNorm, grouped-query attention with QK-norm and rotary embedding."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lit_msar.model.config import DecoderConfig
+from lit_msar.model.layers import Linear, RMSNorm, rope_angles, rotate
+
+
+class Sequence(NamedTuple):
+    """What attention needs to know of the token axis; made once per forward, shared by all layers."""
+
+    cos: Tensor
+    """[T, 1, head_dim / 2], or [B, T, 1, head_dim / 2] for packed documents."""
+    sin: Tensor
+    mask: Tensor | None
+    """[B, 1, T, T], true where a query may look; None means plain causal attention."""
+
+
+def sequence_of(tokens: Tensor, position: Tensor | None, config: DecoderConfig) -> Sequence:
+    """Angles and mask of a batch.
+
+    Args:
+        tokens: [B, T]; only the shape and device are used.
+        position: [B, T] place of each token in its document, 0 at every document's start; None for one stretch of text.
+    """
+    T = tokens.shape[1]
+    index = torch.arange(T, device=tokens.device)
+    angles = rope_angles(index if position is None else position, config.head_dim, config.rope_theta).unsqueeze(-2)
+    mask = None
+    if position is not None:
+        document = (position == 0).cumsum(1)  # [B, T]
+        same = document.unsqueeze(2) == document.unsqueeze(1)  # [B, T, T]
+        mask = (same & (index.unsqueeze(1) >= index)).unsqueeze(1)
+    return Sequence(angles.cos(), angles.sin(), mask)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention over [B, T, D], its PreNorm included."""
+
+    def __init__(self, config: DecoderConfig, output_std: float) -> None:
+        super().__init__()
+        self.n_heads, self.n_kv_heads, self.head_dim = config.n_heads, config.n_kv_heads, config.head_dim
+        n_qkv = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
+        self.norm = RMSNorm(config.d_model, config.norm_eps)
+        self.qkv = Linear(config.d_model, n_qkv, config.init_std)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps)
+        self.out = Linear(config.n_heads * config.head_dim, config.d_model, output_std)
+
+    def forward(self, x: Tensor, sequence: Sequence) -> Tensor:
+        heads = self.qkv(self.norm(x)).unflatten(-1, (-1, self.head_dim))  # [B, T, H + 2 H_kv, head_dim]
+        q, k, v = heads.split([self.n_heads, self.n_kv_heads, self.n_kv_heads], dim=2)
+        q = rotate(self.q_norm(q), sequence.cos, sequence.sin)
+        k = rotate(self.k_norm(k), sequence.cos, sequence.sin)
+        y = F.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            attn_mask=sequence.mask,
+            is_causal=sequence.mask is None,
+            enable_gqa=True,
+        )
+        return self.out(y.transpose(1, 2).flatten(2))

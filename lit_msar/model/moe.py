@@ -1,0 +1,165 @@
+"""The mixture-of-experts sublayer: sigmoid router with loss-free balance bias, dropless experts, shared expert.
+
+Router (DeepSeek-V3, arXiv 2412.19437, Eq. 12 to 16): scores s = sigmoid(x W^T); the top k of s + bias are chosen; their
+weights are s over its sum over the chosen. The bias moves by the sign of the load error, outside of the gradient.
+Letters: N tokens, E experts, k = top_k, F = d_expert.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lit_msar.initialization import Initialized, constant, normal
+from lit_msar.model.config import DecoderConfig
+from lit_msar.model.layers import RMSNorm, SwiGLU, swiglu
+
+
+class RouterStats(NamedTuple):
+    """What a MoE layer's router did in one forward; outputs, so that recomputation under checkpointing counts once."""
+
+    load: Tensor
+    """[E] tokens sent to each expert, fp32."""
+    entropy: Tensor
+    """[] mean entropy of the normalised scores, nats."""
+    aux_loss: Tensor
+    """[] sequence-wise balance loss, unscaled; 0 if not asked for."""
+
+
+class Route(NamedTuple):
+    """Where each token goes."""
+
+    experts: Tensor
+    """[N, k] expert ids."""
+    weights: Tensor
+    """[N, k] fp32, summing to route_scale."""
+
+
+class Router(Initialized):
+    """Chooses top_k of n_experts per token, in fp32 throughout."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.top_k, self.route_scale, self.computes_aux_loss = config.top_k, config.route_scale, config.aux_loss
+        self.declare("weight", (config.n_experts, config.d_model), normal(config.init_std))
+        self.declare_buffer("balance_bias", (config.n_experts,), constant(0.0))
+
+    def forward(self, x: Tensor) -> tuple[Route, Tensor, Tensor]:
+        """Route, mean entropy and balance loss of x [B, T, D]."""
+        scores = torch.sigmoid(F.linear(x.to(self.weight.dtype), self.weight))  # [B, T, E]
+        experts = (scores + self.balance_bias).topk(self.top_k, dim=-1).indices
+        chosen = scores.gather(-1, experts)
+        weights = self.route_scale * chosen / chosen.sum(-1, keepdim=True)
+        share = scores / scores.sum(-1, keepdim=True)
+        entropy = -(share.detach() * share.detach().log()).sum(-1).mean()
+        aux_loss = self._sequence_aux_loss(share, experts) if self.computes_aux_loss else entropy.new_zeros(())
+        return Route(experts.flatten(0, 1), weights.flatten(0, 1)), entropy, aux_loss
+
+    def _sequence_aux_loss(self, share: Tensor, experts: Tensor) -> Tensor:
+        """Mean over sequences of sum_e f_e P_e: share of the choices times mean score (Eq. 17 to 20); 1 when even."""
+        chosen = torch.zeros_like(share).scatter(-1, experts, 1.0)  # [B, T, E]
+        frequency = chosen.mean(1) * share.shape[-1] / self.top_k  # [B, E]
+        return (frequency * share.mean(1)).sum(-1).mean()
+
+    @torch.no_grad()
+    def update_balance(self, load: Tensor, rate: float) -> None:
+        """Move the bias of each expert by `rate` towards even load [E]; its mean stays 0 (arXiv 2408.15664, Alg. 1)."""
+        self.balance_bias += rate * torch.sign(load.mean() - load)
+        self.balance_bias -= self.balance_bias.mean()
+
+
+class _PermuteRows(torch.autograd.Function):
+    """Rows `x[order // copies]`; the backward gathers too, so it needs no scatter and repeats bit for bit."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.copies = copies
+        return x[order // copies]
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (inverse,) = ctx.saved_tensors
+        return grad[inverse].unflatten(0, (-1, ctx.copies)).sum(1), None, None, None
+
+
+class Experts(Initialized):
+    """E SwiGLU experts; every token reaches all of its k, none is dropped."""
+
+    def __init__(self, config: DecoderConfig, output_std: float) -> None:
+        super().__init__()
+        E, D, width = config.n_experts, config.d_model, config.d_expert
+        self.n_experts, self.implementation = E, config.moe
+        self.declare("gate_up", (E, 2 * width, D), normal(config.init_std))
+        self.declare("down", (E, D, width), normal(output_std))
+
+    def forward(self, x: Tensor, route: Route) -> tuple[Tensor, Tensor]:
+        """Weighted sum of the chosen experts' outputs.
+
+        Args:
+            x: [N, D].
+            route: of these N tokens.
+        Returns:
+            [N, D] and the load [E] in fp32.
+        """
+        k = route.experts.shape[1]
+        sorted_experts, order = route.experts.flatten().sort(stable=True)
+        inverse = torch.empty_like(order).scatter(0, order, torch.arange(order.numel(), device=order.device))
+        ids = torch.arange(self.n_experts, device=x.device)
+        ends = torch.searchsorted(sorted_experts, ids, right=True)  # [E], rows of experts 0..e end here
+        rows = _PermuteRows.apply(x, order, inverse, k)  # [N k, D]
+        rows = self._apply_grouped(rows, ends) if self._uses_grouped_mm(x) else self._apply_loop(rows, ends)
+        y = _PermuteRows.apply(rows, inverse, order, 1).unflatten(0, (-1, k))  # [N, k, D]
+        combined = torch.bmm(route.weights.to(y.dtype).unsqueeze(1), y).squeeze(1)
+        return combined, torch.diff(ends, prepend=ends.new_zeros(1)).float()
+
+    def _uses_grouped_mm(self, x: Tensor) -> bool:
+        if self.implementation == "auto":
+            has_kernel = (torch.float32, torch.float16, torch.bfloat16) if x.device.type == "cpu" else (torch.bfloat16,)
+            return x.dtype in has_kernel
+        return self.implementation == "grouped_mm"
+
+    def _apply_grouped(self, rows: Tensor, ends: Tensor) -> Tensor:
+        offsets = ends.to(torch.int32)
+        hidden = swiglu(F.grouped_mm(rows, self.gate_up.to(rows.dtype).transpose(1, 2), offs=offsets))
+        return F.grouped_mm(hidden, self.down.to(rows.dtype).transpose(1, 2), offs=offsets)
+
+    def _apply_loop(self, rows: Tensor, ends: Tensor) -> Tensor:
+        gate_up, down = self.gate_up.to(rows.dtype), self.down.to(rows.dtype)
+        sizes = torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
+        parts = [swiglu(part @ gate_up[e].T) @ down[e].T for e, part in enumerate(rows.split(sizes))]
+        return torch.cat(parts)
+
+
+class DenseMLP(nn.Module):
+    """PreNorm and SwiGLU over [B, T, D]."""
+
+    def __init__(self, config: DecoderConfig, output_std: float) -> None:
+        super().__init__()
+        self.norm = RMSNorm(config.d_model, config.norm_eps)
+        self.mlp = SwiGLU(config.d_model, config.d_ff, config.init_std, output_std)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return self.mlp(self.norm(x)), None
+
+
+class MoE(nn.Module):
+    """PreNorm, routed experts and a shared expert over [B, T, D]."""
+
+    def __init__(self, config: DecoderConfig, output_std: float) -> None:
+        super().__init__()
+        self.norm = RMSNorm(config.d_model, config.norm_eps)
+        self.router = Router(config)
+        self.experts = Experts(config, output_std)
+        shared_width = config.n_shared_experts * config.d_expert
+        self.shared = SwiGLU(config.d_model, shared_width, config.init_std, output_std) if shared_width else None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, RouterStats]:
+        x = self.norm(x)
+        route, entropy, aux_loss = self.router(x)
+        routed, load = self.experts(x.flatten(0, 1), route)
+        y = routed.unflatten(0, x.shape[:2])
+        if self.shared is not None:
+            y = y + self.shared(x)
+        return y, RouterStats(load, entropy, aux_loss)
