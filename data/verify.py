@@ -1,0 +1,72 @@
+"""Hashes of a data set checked once: a record beside the manifest lets later starts skip shards that have not
+changed.
+"""
+
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from data.shards import Manifest, Shard, check_hash, check_size
+
+RECORD = ".verified.json"
+
+
+def verify_once(root: str | os.PathLike, manifest: Manifest, shards: list[Shard] | None = None) -> int:
+    """Checks sizes of all shards, and hashes of those that the record does not know unchanged; returns how many were
+    hashed.
+
+    A shard is unchanged while its files' sizes and modification times are those of the last check.
+
+    Args:
+        root: the prepared directory.
+        shards: those to check; all by default.
+    Raises:
+        FileNotFoundError, ValueError: a shard is missing, truncated or damaged; names the file.
+    """
+    root = Path(root)
+    shards = manifest.shards() if shards is None else shards
+    known = _read(root)
+    stamps = {}
+    todo = []
+    for shard in shards:
+        check_size(root, shard, manifest.token_bytes)
+        stamps[shard.path] = _stamp(root, shard)
+        if known.get(shard.path) != stamps[shard.path]:
+            todo.append(shard)
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing releases the interpreter lock
+        for _ in pool.map(lambda shard: check_hash(root, shard, manifest.token_bytes), todo):
+            pass
+    if todo:
+        _write(root, known | stamps)
+    return len(todo)
+
+
+def record_verified(root: str | os.PathLike, shards: list[Shard]) -> None:
+    """Notes that shards are good, where they were hashed while being written."""
+    root = Path(root)
+    _write(root, _read(root) | {shard.path: _stamp(root, shard) for shard in shards})
+
+
+def _stamp(root: Path, shard: Shard) -> list:
+    stamp: list = [shard.sha256]
+    for suffix in (".bin", ".idx"):
+        stat = os.stat(root / (shard.path + suffix))
+        stamp += [stat.st_size, stat.st_mtime_ns]
+    return stamp
+
+
+def _read(root: Path) -> dict:
+    try:
+        record = json.loads((root / RECORD).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _write(root: Path, record: dict) -> None:
+    if not os.access(root, os.W_OK):
+        return  # read-only data: hashed at every start
+    draft = root / f"{RECORD}.{os.getpid()}"
+    draft.write_text(json.dumps(record))
+    os.replace(draft, root / RECORD)
