@@ -4,7 +4,7 @@ A parameter's first values depend on the seed and on its name alone: not on the 
 or the other parameters of the model, so two models share the start of whatever they have in common.
 """
 
-import zlib
+import hashlib
 from collections.abc import Callable
 
 import torch
@@ -29,7 +29,7 @@ def constant(value: float) -> Init:
 
 
 def values(tensor: Tensor) -> Init:
-    """A given tensor of the parameter's shape."""
+    """A given tensor of the parameter's shape; made with device="cpu", or it is empty under a meta-device context."""
     return lambda p, generator: p.copy_(tensor)
 
 
@@ -68,12 +68,16 @@ def initialize(model: nn.Module, seed: int) -> None:
         for name, init in getattr(module, "inits", {}).items():
             full_name = f"{prefix}.{name}" if prefix else name
             tensor = module.get_parameter(name) if _is_parameter(module, name) else module.get_buffer(name)
-            generator = torch.Generator(device=tensor.device).manual_seed(seed * 2**32 + zlib.crc32(full_name.encode()))
-            init(tensor, generator)
+            init(tensor, torch.Generator(tensor.device).manual_seed(_seed_of(seed, full_name)))
             declared.add(full_name)
     missing = {name for name, _ in model.named_parameters()} - declared
     if missing:
         raise ValueError(f"parameters without a declared start: {sorted(missing)}; use Initialized.declare")
+
+
+def _seed_of(seed: int, name: str) -> int:
+    """One generator seed of both; hashed, for the CPU's generator sees the low 32 bits only."""
+    return int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest(), "little")
 
 
 def _is_parameter(module: nn.Module, name: str) -> bool:
