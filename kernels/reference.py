@@ -93,7 +93,7 @@ def expand(source: Tensor, taps: Tensor | None, kernel_sizes: Sequence[int], pos
 
 
 def _expand_by_conv(x: Tensor, taps: Tensor, kernel_sizes: Sequence[int]) -> Tensor:
-    """`expand` through one grouped conv1d: on a CPU 4.6x faster than shifted sums, forward and backward (T=128, D=64)."""
+    """`expand` through one grouped conv1d: on a CPU 4.6x faster than shifted sums (T=128, D=64)."""
     k_max = max(kernel_sizes)
     rows = tap_rows(kernel_sizes)
     # [K_j, D] to [k_max, D] with the current token's tap last, as conv1d correlates

@@ -216,6 +216,10 @@ class TokenData(pl.LightningDataModule):
         """The validation data: prepared directories have no third split."""
         return self.val_dataloader()
 
+    def predict_dataloader(self) -> "list[ValLoader]":
+        """The validation data."""
+        return self.val_dataloader()
+
     def teardown(self, stage: str) -> None:
         if self._train_loader is not None:
             self._train_loader.close()

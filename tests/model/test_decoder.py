@@ -91,8 +91,9 @@ def test_a_later_token_changes_no_earlier_logit():
     changed = tokens.clone()
     changed[:, 7] = (changed[:, 7] + 1) % 97
     a, b = model(tokens).output, model(changed).output
-    assert torch.equal(a[:, :7], b[:, :7])
-    assert (a[:, 7:] != b[:, 7:]).any(-1).all()
+    # not bitwise: the experts' products sum in another order when other tokens join them
+    torch.testing.assert_close(a[:, :7], b[:, :7], rtol=0, atol=1e-13)
+    assert ((a - b).abs()[:, 7:] > 1e-6).any(-1).all()
 
 
 def test_packed_documents_equal_documents_alone():

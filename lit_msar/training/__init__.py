@@ -1,0 +1,1 @@
+"""Lightning side of the kit: module, data, optimizer, callbacks."""

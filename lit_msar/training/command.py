@@ -1,0 +1,77 @@
+"""fit, validate, test and predict, read from one config over Trainer, module and data."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from lit_msar.errors import OneLineErrors
+from lit_msar.training.checkpoint import Checkpoint
+from lit_msar.training.datamodule import TokenData
+from lit_msar.training.module import LanguageModel
+from lit_msar.training.monitor import Monitor
+from lit_msar.training.progress import StepProgress
+from lit_msar.training.result import ResultWriter
+
+
+class TrainParser(OneLineErrors, LightningArgumentParser):
+    """Parser of Lightning's commands."""
+
+
+class TrainCLI(LightningCLI):
+    """fit, validate, test, predict: `trainer`, `model` and `data` from configs and dotted overrides."""
+
+    def __init__(self, args: list[str] | None = None, run: bool = True) -> None:
+        super().__init__(
+            LanguageModel,
+            TokenData,
+            save_config_kwargs={"overwrite": True},
+            trainer_defaults={"default_root_dir": "runs/default", "max_epochs": -1, "use_distributed_sampler": False},
+            seed_everything_default=0,
+            parser_kwargs={"prog": "python -m lit_msar"},
+            parser_class=TrainParser,
+            args=args,
+            run=run,
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+        )
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_lightning_class_args(Checkpoint, "checkpoint")
+        parser.add_lightning_class_args(Monitor, "monitor")
+
+    def _parse_ckpt_path(self) -> None:
+        """Nothing: the command line wins over whatever a checkpoint says."""
+
+    def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
+        config = self._get(self.config_init, "trainer")
+        if config["logger"] in (None, True):
+            # one directory without versions: a resumed run goes on with its own curves
+            kwargs["logger"] = TensorBoardLogger(config["default_root_dir"], name="", version="")
+        if config["enable_progress_bar"] is not False:
+            kwargs["callbacks"] = [*(config["callbacks"] or []), StepProgress()]
+        self.trainer_defaults["callbacks"] = [ResultWriter()]
+        return super().instantiate_trainer(**kwargs)
+
+    def before_fit(self) -> None:
+        """Refuse to write a second run into the directory of a first one."""
+        root = Path(self.trainer.default_root_dir)
+        if self._get(self.config, "ckpt_path") is None and any((root / "checkpoints").glob("*.ckpt")):
+            raise ValueError(
+                f"{root} already holds checkpoints: continue that run with --ckpt_path last, "
+                "or choose another --trainer.default_root_dir"
+            )
+
+
+class ConfigCLI(TrainCLI):
+    """Reads a training config without making a Trainer: for commands that only look at the model and the data."""
+
+    def __init__(self, args: list[str]) -> None:
+        super().__init__(args=args, run=False)
+
+    def instantiate_classes(self) -> None:
+        self.config_init = self.parser.instantiate_classes(self.config)
+        self.model: LanguageModel = self.config_init["model"]
+        self.datamodule: TokenData = self.config_init["data"]

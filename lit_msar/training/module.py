@@ -1,0 +1,262 @@
+"""The LightningModule: one decoder over any residual strategy, trained on token-weighted cross-entropy."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from lit_msar.errors import StopTraining
+from lit_msar.inference.load import SPEC_KEY
+from lit_msar.model import Decoder, DecoderConfig
+from lit_msar.model.decoder import Checkpointing, DecoderOutput
+from lit_msar.model.loss import IGNORED
+from lit_msar.model.moe import RouterStats
+from lit_msar.model.spec import ModelSpec, explain_difference
+from lit_msar.residual import Residual
+from lit_msar.training.metrics import SetLoss, loss_report
+from lit_msar.training.optim import OptimizerConfig, adamw, wsd_factor
+
+Batch = dict[str, Tensor]
+"""`tokens` [B, T], `targets` [B, T] (-100 where masked), `set_id` [B], and `position` [B, T] for packed documents."""
+
+
+class NonFiniteError(StopTraining):
+    """Loss or gradient is not finite; raised on every rank before the weights change."""
+
+
+@dataclass
+class StepWindow:
+    """Sums over the micro-steps of one optimizer step, on the device."""
+
+    tokens: Tensor
+    nats: Tensor
+    numel: int
+    """Targets of one micro-step, masked ones included."""
+    n_micro: int = 0
+    router: RouterStats | None = None
+
+    def add(self, nats: Tensor, tokens: Tensor, router: RouterStats | None) -> None:
+        self.nats += nats.detach()
+        self.tokens += tokens
+        self.n_micro += 1
+        if router is not None:
+            detached = RouterStats(*(value.detach() for value in router))
+            self.router = detached if self.router is None else RouterStats(*map(torch.add, self.router, detached))
+
+
+class LanguageModel(L.LightningModule):
+    """Trains a decoder on next-token prediction.
+
+    Args:
+        decoder: shape of the model.
+        residual: residual strategy, by class name and its options.
+        optimizer: AdamW and its schedule.
+        compute_dtype: of activations and depth state; parameters and optimizer stay fp32. `auto` is bfloat16 on a GPU.
+        checkpointing: activation checkpointing, `none` or `full` (keep segment inputs and routing).
+        compile: torch.compile the attention and MLP sublayers.
+        aux_loss_coef: weight of the sequence-wise balance loss; 0 leaves balancing to the router bias.
+        balance_rate: step of the router's balance bias per optimizer step; 0 switches it off.
+        seed: of the initial weights.
+    """
+
+    def __init__(
+        self,
+        decoder: DecoderConfig,
+        residual: Residual,
+        optimizer: OptimizerConfig = OptimizerConfig(),  # noqa: B008 (read only)
+        compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+        checkpointing: Checkpointing = "none",
+        compile: bool = False,
+        aux_loss_coef: float = 0.0,
+        balance_rate: float = 1e-3,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if aux_loss_coef < 0:
+            raise ValueError(f"aux_loss_coef must not be negative, got {aux_loss_coef}")
+        decoder.aux_loss = decoder.aux_loss or aux_loss_coef > 0
+        self.config, self.spec = decoder, ModelSpec.of(decoder, residual)
+        self.optimizer_config = optimizer
+        self.compute_dtype, self.checkpointing, self.compiles = compute_dtype, checkpointing, compile
+        self.aux_loss_coef, self.balance_rate, self.seed = aux_loss_coef, balance_rate, seed
+        self._residual = (residual,)  # in a tuple: not a submodule until the decoder owns it
+        self.decoder: Decoder | None = None
+        self.tokens_seen = 0
+        self.window: StepWindow | None = None
+        self.last_window: StepWindow | None = None
+        self.grad_norm: float | None = None
+        self.used_lr: float | None = None
+
+    # ------------------------------------------------------------------------------------------ building
+
+    @property
+    def residual(self) -> Residual:
+        """The strategy; without parameters until `configure_model`."""
+        return self._residual[0]
+
+    def configure_model(self) -> None:
+        """Build on the meta device, then fill on the device of the run. Called by the Trainer for every command."""
+        if self.decoder is not None:
+            return
+        with torch.device("meta"):
+            decoder = Decoder(self.config, self.residual, self._activation_dtype(), self.checkpointing)
+        decoder.to_empty(device=self._target_device())
+        decoder.initialize(self.seed)
+        if self.compiles:
+            decoder.compile_parts()
+        self.decoder = decoder
+
+    def _target_device(self) -> torch.device:
+        return self.trainer.strategy.root_device if self._trainer is not None else torch.device("cpu")
+
+    def _activation_dtype(self) -> torch.dtype:
+        if self.compute_dtype == "auto":
+            return torch.bfloat16 if self._target_device().type == "cuda" else torch.float32
+        return getattr(torch, self.compute_dtype)
+
+    def setup(self, stage: str) -> None:
+        data = self.trainer.datamodule
+        if data.vocab_size > self.config.vocab_size:
+            raise ValueError(
+                f"the tokenizer has {data.vocab_size} ids but the model {self.config.vocab_size}: "
+                f"set --model.decoder.vocab_size to at least {data.vocab_size}"
+            )
+        n_sets = len(data.set_names)
+        self.train_loss, self.val_loss = SetLoss(n_sets), SetLoss(n_sets)
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        optimizer = adamw(self.decoder, self.decoder.no_decay_names(), self.optimizer_config)
+        factor = wsd_factor(self.optimizer_config, self.trainer.max_steps)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    # ------------------------------------------------------------------------------------------ one step
+
+    def forward(self, batch: Batch) -> DecoderOutput:
+        return self.decoder(batch["tokens"], batch["targets"], batch.get("position"))
+
+    def training_step(self, batch: Batch, batch_index: int) -> Tensor:
+        """Sum of losses over a constant; the optimizer step divides by the true count (see `_finish_gradients`)."""
+        losses, router = self(batch)
+        targets = batch["targets"]
+        n_tokens = (targets != IGNORED).sum()
+        loss = losses.sum()
+        if self.window is None:
+            self.window = StepWindow(torch.zeros_like(n_tokens), torch.zeros_like(loss), targets.numel())
+        self.window.add(loss, n_tokens, router)
+        self.train_loss.update(losses, targets, batch["set_id"])
+        if self.aux_loss_coef and router is not None:
+            loss = loss + self.aux_loss_coef * n_tokens * router.aux_loss.sum()
+        # Lightning divides by accumulate_grad_batches; undo it, so that a shorter last window is no special case
+        return loss * (self.trainer.accumulate_grad_batches / self.window.numel)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make the gradient the mean over all tokens of all micro-steps and ranks."""
+        window = self.window
+        window.tokens, window.nats = self._sum_over_ranks(window.tokens), self._sum_over_ranks(window.nats)
+        # backward gave (rank mean of) sum of losses / numel; wanted: sum over ranks / tokens of all ranks
+        scale = window.numel * self.trainer.world_size / window.tokens.clamp(min=1)
+        for group in optimizer.param_groups:
+            torch._foreach_mul_([p.grad for p in group["params"] if p.grad is not None], scale)
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip by the global norm, and stop before the weights change if the norm or the loss is not finite."""
+        if gradient_clip_algorithm not in (None, "norm"):
+            raise ValueError(f"trainer.gradient_clip_algorithm must be norm, got {gradient_clip_algorithm}")
+        grads = [p.grad for p in self.decoder.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        if gradient_clip_val:
+            torch.nn.utils.clip_grads_with_norm_(self.decoder.parameters(), gradient_clip_val, norm)
+        self.grad_norm = norm.item()
+        self._stop_unless_finite(self.window.nats.item() / max(self.window.tokens.item(), 1), self.grad_norm)
+
+    def _stop_unless_finite(self, loss: float, grad_norm: float) -> None:
+        if torch.isfinite(torch.tensor([loss, grad_norm])).all():
+            return
+        raise NonFiniteError(
+            f"step {self.trainer.global_step + 1} (samples {self.trainer.datamodule.describe_next_step()}): "
+            f"loss {loss}, gradient norm {grad_norm}; stopped before the weights changed"
+        )
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer, optimizer_closure: Callable | None = None
+    ) -> None:
+        self.used_lr = optimizer.param_groups[0]["lr"]
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        window = self.window
+        self.tokens_seen += int(window.tokens)
+        if window.router is not None:
+            window.router = RouterStats(*(self._sum_over_ranks(value) for value in window.router))
+            if self.balance_rate:
+                self.decoder.update_balance(window.router.load, self.balance_rate)
+        self.last_window, self.window = window, None
+
+    def _sum_over_ranks(self, value: Tensor) -> Tensor:
+        return self.trainer.strategy.reduce(value, reduce_op="sum") if self.trainer.world_size > 1 else value
+
+    # ------------------------------------------------------------------------------------------ evaluation
+
+    def validation_step(self, batch: Batch, batch_index: int) -> None:
+        self.val_loss.update(self(batch).output, batch["targets"], batch["set_id"])
+
+    def on_validation_epoch_end(self) -> None:
+        self._log_evaluation("val")
+
+    def test_step(self, batch: Batch, batch_index: int) -> None:
+        self.validation_step(batch, batch_index)
+
+    def on_test_epoch_end(self) -> None:
+        self._log_evaluation("test")
+
+    def _log_evaluation(self, prefix: str) -> None:
+        data = self.trainer.datamodule
+        report = loss_report(*self.val_loss.compute(), data.set_names, data.bytes_per_token("val"), prefix)
+        self.val_loss.reset()
+        self.log_dict(report, rank_zero_only=True)
+
+    def predict_step(self, batch: Batch, batch_index: int) -> dict[str, Tensor]:
+        """Log-likelihood in nats and token count of every sequence, with the set it belongs to."""
+        return {
+            "log_likelihood": -self(batch).output.sum(1),
+            "tokens": (batch["targets"] != IGNORED).sum(1),
+            "set_id": batch["set_id"],
+        }
+
+    # ------------------------------------------------------------------------------------------ checkpoints
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint[SPEC_KEY] = {"spec": asdict(self.spec), "tokens_seen": self.tokens_seen}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse another model's weights; the optimizer's options are the config's, not the checkpoint's."""
+        saved = checkpoint.get(SPEC_KEY)
+        if saved is None:
+            raise ValueError("the checkpoint was not written by this kit: it does not say which model it holds")
+        if difference := explain_difference(ModelSpec(**saved["spec"]), self.spec):
+            raise ValueError(f"the checkpoint holds another model than the config: {difference}")
+        self.tokens_seen = saved["tokens_seen"]
+        self._prefer_own_options(checkpoint)
+
+    def _prefer_own_options(self, checkpoint: dict[str, Any]) -> None:
+        if not self.trainer.training:
+            return
+        config = self.optimizer_config
+        lr = config.lr * wsd_factor(config, self.trainer.max_steps)(checkpoint["global_step"])
+        for state in checkpoint["optimizer_states"]:
+            for group in state["param_groups"]:
+                group.update(config.group_options(), initial_lr=config.lr, lr=lr)
+                group["weight_decay"] = config.weight_decay if group["weight_decay"] else 0.0
+        for state in checkpoint["lr_schedulers"]:
+            state.update(
+                base_lrs=[config.lr] * len(state["base_lrs"]),
+                _last_lr=[lr] * len(state["base_lrs"]),
+            )
