@@ -53,7 +53,10 @@ def main() -> None:
         except ValueError as e:
             result = e
         del data
-        send(stdout, result)
+        try:
+            send(stdout, result)
+        except BrokenPipeError:  # the caller was killed
+            os._exit(1)
 
 
 if __name__ == "__main__":
