@@ -8,6 +8,9 @@ from jsonargparse import ArgumentParser
 
 from lit_msar.residual import HC, MHC, MSAR, AttnRes, AttnResMHC, Residual, Vanilla, VanillaConv, WriteBack
 
+# named so in jsonargparse 4.40 to 4.x; 5 will have `instantiate` alone
+pytestmark = pytest.mark.filterwarnings(r"ignore:\s*``instantiate_classes``")
+
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 EXPECTED: dict[str, Residual] = {
