@@ -8,9 +8,6 @@ from jsonargparse import ArgumentParser
 
 from lit_msar.residual import HC, MHC, MSAR, AttnRes, AttnResMHC, Residual, Vanilla, VanillaConv, WriteBack
 
-# named so in jsonargparse 4.40 to 4.x; 5 will have `instantiate` alone
-pytestmark = pytest.mark.filterwarnings(r"ignore:\s*``instantiate_classes``")
-
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 EXPECTED: dict[str, Residual] = {
@@ -45,7 +42,8 @@ def parse(*arguments: str) -> Residual:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--config", action="config")
     parser.add_argument("--model.residual", type=Residual)
-    return parser.instantiate_classes(parser.parse_args(list(arguments))).model.residual
+    instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes  # the former from 4.49 on
+    return instantiate(parser.parse_args(list(arguments))).model.residual
 
 
 def overlay(name: str) -> str:
