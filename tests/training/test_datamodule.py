@@ -8,6 +8,8 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from data.shards import Manifest, ShardWriter
@@ -252,6 +254,23 @@ def test_ranks_share_the_global_order(prepared: Path, uninterrupted: list[int], 
     batches = rank_batches(prepared, n_ranks, batch_size, position=30, n_batches=8)
     flat = [i for step in batches for rank in step for i in rank]
     assert flat == uninterrupted[30 : 30 + 8 * n_ranks * batch_size]
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    phases=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=4),
+    seed=st.integers(0, 2**40),
+)
+def test_any_ranks_batches_and_resumes_give_the_same_order(prepared: Path, phases: list, seed: int) -> None:
+    """Phases of (ranks, micro-batch, micro-steps), each resumed where the last one stopped."""
+    seen: list[int] = []
+    for n_ranks, batch_size, n_batches in phases:
+        batches = rank_batches(prepared, n_ranks, batch_size, len(seen), n_batches, seed=seed)
+        seen += [i for step in batches for rank in step for i in rank]
+    (straight,) = zip(*rank_batches(prepared, 1, 1, 0, len(seen), seed=seed), strict=True)
+    assert seen == [ids[0] for ids in straight]
+    for at in range(0, len(seen) - 36, 37):
+        assert len(set(seen[at : at + 37])) == 37
 
 
 def test_tensor_parallel_ranks_read_what_their_mesh_says(prepared: Path) -> None:
