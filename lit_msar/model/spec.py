@@ -25,7 +25,7 @@ class ModelSpec:
         Raises:
             ValueError: no strategy of that name.
         """
-        strategies = {cls.__name__: cls for cls in _subclasses(Residual)}
+        strategies = _strategies()
         if self.residual not in strategies:
             raise ValueError(
                 f"the checkpoint needs the residual strategy {self.residual}, which is not among "
@@ -50,5 +50,17 @@ def explain_difference(saved: ModelSpec, wanted: ModelSpec) -> str:
     return "; ".join(differences[:4])
 
 
-def _subclasses(cls: type) -> set[type]:
-    return {cls}.union(*(_subclasses(sub) for sub in cls.__subclasses__())) - {Residual}
+def strategy_names() -> list[str]:
+    """Class names of all strategies that are imported, sorted."""
+    return sorted(_strategies())
+
+
+def _strategies() -> dict[str, type[Residual]]:
+    """Every subclass that implements the whole protocol, by class name."""
+    found, queue = {}, [Residual]
+    while queue:
+        cls = queue.pop()
+        queue.extend(cls.__subclasses__())
+        if cls.cost is not Residual.cost:
+            found[cls.__name__] = cls
+    return found

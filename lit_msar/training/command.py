@@ -1,5 +1,7 @@
 """fit, validate, test and predict, read from one config over Trainer, module and data."""
 
+import logging
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -8,27 +10,39 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from lit_msar.errors import OneLineErrors
+from lit_msar.model.spec import strategy_names
 from lit_msar.training.checkpoint import Checkpoint
 from lit_msar.training.datamodule import TokenData
 from lit_msar.training.module import LanguageModel
 from lit_msar.training.monitor import Monitor
 from lit_msar.training.progress import StepProgress
-from lit_msar.training.result import ResultWriter
+from lit_msar.training.result import RunFiles
 
 
 class TrainParser(OneLineErrors, LightningArgumentParser):
     """Parser of Lightning's commands."""
+
+    def error(self, message: str, ex: Exception | None = None) -> None:
+        if 'key "model.residual"' in message:
+            message = f"{message}; the strategies are {', '.join(strategy_names())}"
+        super().error(message, ex)
 
 
 class TrainCLI(LightningCLI):
     """fit, validate, test, predict: `trainer`, `model` and `data` from configs and dotted overrides."""
 
     def __init__(self, args: list[str] | None = None, run: bool = True) -> None:
+        quieten_lightning()
         super().__init__(
             LanguageModel,
             TokenData,
             save_config_kwargs={"overwrite": True},
-            trainer_defaults={"default_root_dir": "runs/default", "max_epochs": -1, "use_distributed_sampler": False},
+            trainer_defaults={
+                "default_root_dir": "runs/default",
+                "max_epochs": -1,
+                "use_distributed_sampler": False,
+                "enable_model_summary": False,
+            },
             seed_everything_default=0,
             parser_kwargs={"prog": "python -m lit_msar"},
             parser_class=TrainParser,
@@ -37,6 +51,9 @@ class TrainCLI(LightningCLI):
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
         )
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: list[str] | None) -> None:
+        self.config = parser.parse_args(args)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_lightning_class_args(Checkpoint, "checkpoint")
@@ -52,7 +69,7 @@ class TrainCLI(LightningCLI):
             kwargs["logger"] = TensorBoardLogger(config["default_root_dir"], name="", version="")
         if config["enable_progress_bar"] is not False:
             kwargs["callbacks"] = [*(config["callbacks"] or []), StepProgress()]
-        self.trainer_defaults["callbacks"] = [ResultWriter()]
+        self.trainer_defaults["callbacks"] = [RunFiles()]
         return super().instantiate_trainer(**kwargs)
 
     def before_fit(self) -> None:
@@ -75,3 +92,16 @@ class ConfigCLI(TrainCLI):
         self.config_init = self.parser.instantiate_classes(self.config)
         self.model: LanguageModel = self.config_init["model"]
         self.datamodule: TokenData = self.config_init["data"]
+
+
+def quieten_lightning() -> None:
+    """Drop the lines of Lightning that say nothing about the run."""
+    chatter = ("\U0001f4a1 Tip", "TPU available", "Seed set to", "`Trainer.fit` stopped: `max_steps")
+
+    def tells_something(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(chatter)
+
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(tells_something)
+    logging.getLogger("lightning.fabric.utilities.seed").addFilter(tells_something)
+    warnings.filterwarnings("ignore", message=".*isinstance\\(treespec, LeafSpec\\).*")
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")

@@ -1,10 +1,12 @@
-"""One row per run: what was trained, on what, how far, how fast, how well."""
+"""What a run leaves in its directory besides checkpoints and logs: its tokenizer, and one row of results."""
 
 import hashlib
 import json
 import os
 import platform
+import shutil
 import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,8 +17,22 @@ from lit_msar.training.module import LanguageModel
 from lit_msar.training.monitor import Monitor
 
 
-class ResultWriter(L.Callback):
-    """Writes `OUT/result.json` when the run has reached its last step."""
+class RunFiles(L.Callback):
+    """Copies the tokenizer to `OUT` at the start, and writes `OUT/result.json` when the last step is reached."""
+
+    def on_fit_start(self, trainer: L.Trainer, module: LanguageModel) -> None:
+        if not trainer.is_global_zero:
+            return
+        root, tokenizer = Path(trainer.default_root_dir), trainer.datamodule.tokenizer()
+        root.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(tokenizer.path, root / f"tokenizer{tokenizer.path.suffix}")
+        parameters = sum(p.numel() for p in module.decoder.parameters())
+        of_residual = sum(p.numel() for p in module.decoder.residual.parameters())
+        print(
+            f"{module.spec.residual}: {parameters:,} parameters, {of_residual:,} of them the residual's, "
+            f"on {device_name(module.device)}; logs and checkpoints in {root}",
+            file=sys.stderr,
+        )
 
     def on_fit_end(self, trainer: L.Trainer, module: LanguageModel) -> None:
         if trainer.global_step < trainer.max_steps or not trainer.is_global_zero:

@@ -154,7 +154,7 @@ def test_validation_moves_no_balance_bias_and_counts_all_sets(tmp_path, prepared
 
 def test_aux_loss_reaches_the_router_and_not_the_reported_loss(tmp_path, prepared):
     plain, _, _ = fit(tmp_path, prepared, max_steps=1)
-    aux, module, _ = fit(tmp_path, prepared, max_steps=1, module=module_of(aux_loss_coef=10.0))
+    aux, _, _ = fit(tmp_path, prepared, max_steps=1, module=module_of(aux_loss_coef=10.0))
     assert aux.losses == plain.losses
     router = "layers.1.mlp.router.weight"
     assert not torch.equal(aux.weights[0][router], plain.weights[0][router])
