@@ -36,6 +36,8 @@ set_up() {
     local extras=$1 base stamp wanted
     if [[ $use_venv == 0 ]]; then
         python=python
+        "$python" -c "import lightning, jsonargparse, sentencepiece, zstandard${extras:+, pytest, hypothesis}" ||
+            fail "the active environment lacks a requirement: $python -m pip install -e '.$extras'"
         return
     fi
     stamp=.venv/installed$extras
