@@ -63,7 +63,7 @@ def _cost(argv: list[str]) -> None:
 def _run_function(name: str, function: Callable, argv: list[str], positional: tuple[str, ...] = ()) -> None:
     parser = CommandParser(prog=f"python -m lit_msar {name}", description=(function.__doc__ or "").split("\n")[0])
     parser.add_function_arguments(function, as_positional=bool(positional))
-    config = parser.instantiate_classes(parser.parse_args(argv))
+    config = parser.instantiate(parser.parse_args(argv))
     function(**config.as_dict())
 
 

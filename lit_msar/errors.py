@@ -2,6 +2,7 @@
 
 import os
 import sys
+from typing import Any
 
 from jsonargparse import ArgumentParser
 
@@ -11,7 +12,10 @@ class StopTraining(RuntimeError):
 
 
 class OneLineErrors:
-    """Parser mixin: ends a wrong command line with exit code 2 and one line."""
+    """Parser mixin: ends a wrong command line with exit code 2 and one line; takes no abbreviated options."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **({"allow_abbrev": False} | kwargs))
 
     def error(self, message: str, ex: Exception | None = None) -> None:
         if os.environ.get("LIT_MSAR_DEBUG") and ex is not None:

@@ -52,8 +52,10 @@ def run_tokenizer(checkpoint: str | Path) -> Path:
     """The tokenizer file that `fit` left in the directory of the run that wrote a checkpoint.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: there is no such checkpoint, or no tokenizer with it.
     """
+    if not Path(checkpoint).exists():
+        raise FileNotFoundError(f"no checkpoint at {checkpoint}")
     run = Path(checkpoint).resolve().parent.parent
     for name in ("tokenizer.model", "tokenizer.json"):
         if (run / name).exists():

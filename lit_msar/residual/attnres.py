@@ -5,7 +5,7 @@ from torch import Tensor
 from kernels import Kernels, reference
 from lit_msar.initialization import constant
 from lit_msar.residual.base import Cost, Site, State
-from lit_msar.residual.depth import DepthAttention, split_position
+from lit_msar.residual.depth import DepthAttention, joined, split_position
 
 
 class AttnRes(DepthAttention):
@@ -34,6 +34,11 @@ class AttnRes(DepthAttention):
         super().__init__(block_size, eps, kernels, key_gain=key_gain, n_depth_heads=n_depth_heads)
         if n_depth_heads < 1:
             raise ValueError(f"n_depth_heads must be at least 1, got {n_depth_heads}")
+        if kernels == "triton" and n_depth_heads > 1:
+            raise ValueError(
+                f"kernels=triton reads with one head over all channels, got n_depth_heads={n_depth_heads}; "
+                "use kernels=auto or reference"
+            )
         self.has_key_gain = key_gain
         self.n_depth_heads = n_depth_heads
 
@@ -50,11 +55,12 @@ class AttnRes(DepthAttention):
         return self.key_gain[site.index] if self.has_key_gain else None
 
     def read(self, state: State, site: Site) -> tuple[Tensor, State]:
-        _, sources = split_position(state)
+        position, sources = split_position(state)
         query, gain = self.query[site.index], self._gain(site)
         if self.n_depth_heads > 1:
             return reference.split_head_read(sources, query, gain, self.n_depth_heads, self.eps), state
-        return self.ops(sources[0]).attnres_read(sources, query, gain, self.eps), state
+        x, sources = self.run_read("attnres_read", sources, query, gain, self.eps)
+        return x, joined(position, sources)
 
     def inspect(self, state: State, site: Site) -> dict[str, Tensor]:
         _, sources = split_position(state)

@@ -11,6 +11,11 @@ from kernels import Kernels
 from lit_msar.residual.base import Residual, Site, State
 
 
+def joined(position: Tensor | None, sources: State) -> State:
+    """The state of a position, if there is one, and sources."""
+    return tuple(sources) if position is None else (position, *sources)
+
+
 def split_position(state: State) -> tuple[Tensor | None, State]:
     """The document position, if the state carries one, and the sources."""
     if state[0].is_floating_point():
@@ -46,7 +51,18 @@ class DepthAttention(Residual):
 
     def ops(self, x: Tensor) -> ModuleType:
         """The module of operations that runs tensors like `x`."""
-        return kernel_choice.implementation(self.kernels, x.device)
+        return kernel_choice.implementation(self.kernels, x.device, has_triton=True)
+
+    def run_read(self, name: str, sources: State, *parameters: Any, **options: Any) -> tuple[Tensor, State]:
+        """Operation `name` on the sources: its output, and the sources for the next read.
+
+        The Triton reads pass the sources on, so that the gradients of a source gather in one buffer.
+        """
+        ops = self.ops(sources[0])
+        through = getattr(ops, f"{name}_through", None)
+        if through is not None:
+            return through(sources, *parameters, **options)
+        return getattr(ops, name)(sources, *parameters, **options), sources
 
     def n_sources(self, site: Site) -> int:
         """N: sources that the read at `site` sees."""

@@ -10,7 +10,7 @@ from kernels import Kernels, reference
 from kernels.reference import Gate
 from lit_msar.initialization import Init, constant, normal
 from lit_msar.residual.base import Cost, Site, State
-from lit_msar.residual.depth import DepthAttention, split_position
+from lit_msar.residual.depth import DepthAttention, joined, split_position
 
 GATE_SCALE = 0.01
 WEIGHT_STD = 0.02
@@ -127,7 +127,8 @@ class MSAR(DepthAttention):
 
     def read(self, state: State, site: Site) -> tuple[Tensor, State]:
         position, sources = split_position(state)
-        x = self.ops(sources[0]).msar_read(
+        x, sources = self.run_read(
+            "msar_read",
             sources,
             self.source_taps(site),
             self.query[site.index],
@@ -137,7 +138,7 @@ class MSAR(DepthAttention):
             eps=self.eps,
             position=position,
         )
-        return x, state
+        return x, joined(position, sources)
 
     def inspect(self, state: State, site: Site) -> dict[str, Tensor]:
         position, sources = split_position(state)

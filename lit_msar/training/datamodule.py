@@ -1,5 +1,4 @@
-"""LightningDataModule over prepared token shards, whose place in the data is one number: samples consumed by completed
-steps.
+"""LightningDataModule over token shards; its place in the data is one number, the samples of completed steps.
 
 The order of samples is a pure function of (seed, position); ranks, workers, micro-batch and accumulation only say who
 reads which. Lightning's own loader state is not used: it is rank 0's alone, counts prefetched batches, and is lost when
@@ -8,26 +7,21 @@ reads which. Lightning's own loader state is not used: it is rank 0's alone, cou
 
 import hashlib
 import math
-from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
-from data.order import Mixture, Shuffle, permute, quotas_of
+from data.order import Mixture, Shuffle, quotas_of
 from data.remote import fetch_manifest, fetch_shards, is_remote
 from data.shards import Manifest, Shard, check_size, load_manifest
 from data.split import TokenSplit
 from data.tokenizer import Tokenizer, load_tokenizer
 from data.verify import verify_once
-
-Batch = dict[str, Tensor]
-VAL_KEY = 0  # of the validation order, the same whatever the seed: the first batches are a fair sample of all sets
+from lit_msar.training.loader import TrainLoader, ValLoader
 
 
 class TokenData(pl.LightningDataModule):
@@ -127,7 +121,7 @@ class TokenData(pl.LightningDataModule):
         return self.manifest.tokenizer["vocab_size"]
 
     def bytes_per_token(self, split: str) -> Tensor:
-        """UTF-8 bytes of text per token of each set, end-of-document ids counted as tokens: turns nats into bits per byte.
+        """UTF-8 bytes of text per token (end-of-document ids count) of each set: turns nats into bits per byte.
 
         Returns:
             [n_sets] float64 in the order of `set_names`; 0 for a set that `split` lacks.
@@ -328,171 +322,3 @@ class _Position(pl.Callback):
             self._step = trainer.global_step
             data.position += data._pending
             data._pending = 0
-
-
-class TrainLoader:
-    """This rank's micro-batches from the module's position on, without end; its length is that of an epoch in whole
-    optimizer steps.
-
-    An epoch is rounded up to whole steps, so no step is smaller than the others; what it takes from the next shuffling
-    of the data, the next epoch does not see again. Not a `DataLoader`, so that Lightning leaves it as it is.
-    """
-
-    def __init__(self, data: TokenData) -> None:
-        self._data = data
-        self._stream: Iterator[Batch] | None = None
-        self._next = 0  # position of the micro-batch that comes next from the stream
-
-    def __len__(self) -> int:
-        data = self._data
-        steps = math.ceil(data.order.epoch_samples / data.step_samples)
-        return steps * data.step_samples // (data.batch_size * data.shard()[1])
-
-    def __iter__(self) -> "TrainLoader":
-        if getattr(self._data.trainer, "overfit_batches", 0):
-            self._data.position = 0  # the same batches in each epoch
-        if self._stream is not None and self._next != self._data.position + self._data._pending:
-            self.close()
-        return self
-
-    def __next__(self) -> Batch:
-        data = self._data
-        stride = data.batch_size * data.shard()[1]
-        if self._stream is None:  # only now: a checkpoint may have been loaded after iter()
-            self._next = data.position + data._pending
-            rank = data.shard()[0]
-            batches = TrainBatches(
-                data.train_split,
-                data.order,
-                rank,
-                data.batch_size,
-                _set_ids(data, data.train_split),
-                data.reset_at_document,
-            )
-            self._stream = iter(_loader(batches, _Count(self._next, stride), data.workers))
-        self._next += stride
-        return next(self._stream)
-
-    def close(self) -> None:
-        """Ends the loading processes; the next batch starts them again."""
-        self._stream = None
-
-    # Lightning asks whether a loader can resume. It can, but not through rank 0's copy of its state:
-    # `TokenData.state_dict` has it.
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing to load, see `state_dict`."""
-
-
-class ValLoader:
-    """This rank's batches of all validation samples, each sample once over all ranks, in a fixed order, all ranks
-    equally many.
-    """
-
-    def __init__(self, data: TokenData) -> None:
-        self._data = data
-        rank, n_ranks = data.shard()
-        split, ids = data.val_split, _set_ids(data, data.val_split)
-        self._batches = ValBatches(
-            split, data.val_samples, rank, n_ranks, data.val_batch_size, ids, data.reset_at_document
-        )
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __iter__(self) -> Iterator[Batch]:
-        return iter(_loader(self._batches, range(len(self._batches)), self._data.workers))
-
-
-class TrainBatches(Dataset):
-    """The micro-batch of one rank that begins at a position of the run."""
-
-    def __init__(
-        self,
-        split: TokenSplit,
-        order: Shuffle | Mixture,
-        rank: int,
-        batch_size: int,
-        set_ids: np.ndarray,
-        position: bool,
-    ) -> None:
-        self.split, self.order, self.rank, self.batch_size = split, order, rank, batch_size
-        self.set_ids, self.position = set_ids, position
-
-    def __getitem__(self, start: int) -> dict[str, np.ndarray]:
-        first = start + self.rank * self.batch_size
-        sets, samples = self.order(np.arange(first, first + self.batch_size))
-        return self.split.batch(sets, samples, self.position) | {"set_id": self.set_ids[sets]}
-
-
-class ValBatches(Dataset):
-    """Batch b of one rank; positions past the last sample give masked rows, so that all ranks have the same number of
-    batches.
-    """
-
-    def __init__(
-        self,
-        split: TokenSplit,
-        limit: int | None,
-        rank: int,
-        n_ranks: int,
-        batch_size: int,
-        set_ids: np.ndarray,
-        position: bool,
-    ) -> None:
-        self.split, self.rank, self.n_ranks, self.batch_size = split, rank, n_ranks, batch_size
-        self.set_ids, self.position = set_ids, position
-        self.counts = np.minimum(split.sizes, limit or max(split.sizes))
-        self.bounds = np.cumsum([0, *self.counts])
-
-    def __len__(self) -> int:
-        return math.ceil(int(self.bounds[-1]) / (self.batch_size * self.n_ranks))
-
-    def __getitem__(self, batch: int) -> dict[str, np.ndarray]:
-        first = (batch * self.n_ranks + self.rank) * self.batch_size
-        index = np.arange(first, first + self.batch_size)
-        n = int(self.bounds[-1])
-        real = index < n
-        index = permute(np.where(real, index, 0), n, VAL_KEY)
-        sets = np.searchsorted(self.bounds, index, side="right") - 1
-        spaced = (index - self.bounds[sets]) * np.array(self.split.sizes)[sets] // self.counts[sets]
-        arrays = self.split.batch(np.where(real, sets, -1), spaced, self.position)
-        return arrays | {"set_id": self.set_ids[sets]}
-
-
-class _Count:
-    """start, start + step, ... without end."""
-
-    def __init__(self, start: int, step: int) -> None:
-        self._start, self._step = start, step
-
-    def __iter__(self) -> Iterator[int]:
-        at = self._start
-        while True:
-            yield at
-            at += self._step
-
-
-def _set_ids(data: TokenData, split: TokenSplit) -> np.ndarray:
-    """Index into `set_names` of each of the split's sets."""
-    return np.array([data.set_names.index(s.name) for s in split.sets], dtype=np.int64)
-
-
-def _loader(batches: Dataset, sampler: Any, workers: int) -> DataLoader:
-    """A DataLoader whose every item is a whole batch."""
-    return DataLoader(
-        batches,
-        batch_size=None,
-        sampler=sampler,
-        num_workers=workers,
-        collate_fn=_tensors,
-        pin_memory=torch.cuda.is_available(),
-        prefetch_factor=4 if workers else None,
-    )
-
-
-def _tensors(arrays: dict[str, np.ndarray]) -> Batch:
-    return {name: torch.from_numpy(array) for name, array in arrays.items()}

@@ -47,5 +47,10 @@ def test_unknown_strategy_is_named():
 
 
 def test_missing_tokenizer_is_named(tmp_path):
+    path = tmp_path / "checkpoints" / "last.ckpt"
+    with pytest.raises(FileNotFoundError, match="no checkpoint at"):
+        run_tokenizer(path)
+    path.parent.mkdir()
+    path.touch()
     with pytest.raises(FileNotFoundError, match=r"name one with --tokenizer"):
-        run_tokenizer(tmp_path / "checkpoints" / "last.ckpt")
+        run_tokenizer(path)

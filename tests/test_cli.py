@@ -1,0 +1,156 @@
+"""The command line as a user meets it: what it prints, leaves on disk and returns."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from training.conftest import prepared  # noqa: F401 (a fixture)
+
+from lit_msar.cli import COMMANDS, LIGHTNING_COMMANDS, main
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+SMALL = [
+    "--config", f"{CONFIGS}/base.yaml", "--config", f"{CONFIGS}/size/tiny.yaml",
+    "--model.decoder.d_model=16", "--model.decoder.n_layers=2", "--model.decoder.head_dim=4",
+    "--model.decoder.d_expert=8", "--model.decoder.d_ff=16", "--model.decoder.vocab_size=320",
+    "--data.seq_len=16", "--data.batch_size=2", "--data.workers=0",
+    "--trainer.limit_val_batches=2", "--trainer.accelerator=cpu", "--monitor.sample_tokens=4",
+]  # fmt: skip
+
+
+def fit_arguments(prepared, out, *more):  # noqa: F811
+    return ["fit", *SMALL, "--data.path", str(prepared), "--trainer.default_root_dir", str(out), *more]
+
+
+def run(argv):
+    """Exit code of a command, whether it returns or exits."""
+    try:
+        return main(argv)
+    except SystemExit as stop:
+        return stop.code
+
+
+def test_overview_lists_every_command(capsys):
+    assert run(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"  {name} " in text for name in [*LIGHTNING_COMMANDS, *COMMANDS])
+
+
+@pytest.mark.parametrize("command", [*LIGHTNING_COMMANDS, *COMMANDS])
+def test_every_command_has_help(command, capsys):
+    assert run([command, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "usage: python -m lit_msar" in text
+    assert "default" in text
+
+
+def test_fit_resume_validate_generate_and_report(prepared, tmp_path, capsys):  # noqa: F811
+    out = tmp_path / "runs" / "msar"
+    more = ["--model.residual=MSAR", "--model.residual.kernel_sizes=[1,3]", "--trainer.log_every_n_steps=1"]
+    assert run(fit_arguments(prepared, out, *more, "--trainer.max_steps=3")) == 0
+    assert run(fit_arguments(prepared, out, *more, "--trainer.max_steps=5", "--ckpt_path=last")) == 0
+    row = json.loads((out / "result.json").read_text())
+    assert row["steps"] == 5
+    assert row["tokens"] == 5 * 2 * 16
+    assert row["model"]["options"]["kernel_sizes"] == [1, 3]
+    assert len(list(out.glob("events.out*"))) == 2, "a resumed run goes on in its own directory"
+    last = str(out / "checkpoints" / "last.ckpt")
+    validate = ["validate", *SMALL, *more, "--data.path", str(prepared), "--ckpt_path", last]
+    assert run([*validate, "--trainer.default_root_dir", str(tmp_path / "val")]) == 0
+    assert "val/bits_per_byte" in capsys.readouterr().out
+    assert run(["generate", "--checkpoint", last, "--prompt", "the quick", "--max_new_tokens", "5"]) == 0
+    assert capsys.readouterr().out.startswith("the quick")
+    assert run(["report", "--runs", str(tmp_path / "runs")]) == 0
+    assert "MSAR" in capsys.readouterr().out
+
+
+def test_saved_config_makes_the_same_run_again(prepared, tmp_path):  # noqa: F811
+    assert run(fit_arguments(prepared, tmp_path / "a", "--trainer.max_steps=2", "--model.residual=MHC")) == 0
+    again = ["fit", "--config", str(tmp_path / "a" / "config.yaml"), "--trainer.default_root_dir", str(tmp_path / "b")]
+    assert run(again) == 0
+    rows = [json.loads((tmp_path / name / "result.json").read_text()) for name in "ab"]
+    assert rows[0]["metrics"] == rows[1]["metrics"]
+
+
+def test_overlay_may_name_options_of_the_strategy_alone(prepared, tmp_path):  # noqa: F811
+    overlay = tmp_path / "mean.yaml"
+    overlay.write_text(yaml.safe_dump({"model": {"residual": {"init_args": {"mix": "mean"}}}}))
+    argv = fit_arguments(prepared, tmp_path / "out", "--trainer.max_steps=1")
+    argv[1:1] = ["--config", f"{CONFIGS}/residual/msar.yaml"]
+    argv += ["--config", f"{CONFIGS}/residual/msar.yaml", "--config", str(overlay)]
+    assert run(argv) == 0
+    row = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert (row["residual"], row["model"]["options"]["mix"]) == ("MSAR", "mean")
+
+
+WRONG = {
+    "unknown-command": (["train"], "no command 'train'; there are fit"),
+    "unknown-option": (["fit", "--model.decoder.n_head=3"], "n_head"),
+    "missing-config": (["fit", "--config", "nowhere.yaml"], "nowhere.yaml"),
+    "unknown-strategy": (["fit", *SMALL, "--model.residual=Highway"], "the strategies are AttnRes"),
+    "bad-kernel-sizes": (
+        ["fit", *SMALL, "--model.residual=MSAR", "--model.residual.kernel_sizes=[4,1]"],
+        "kernel_sizes must start with 1 (the identity stream), got [4, 1]",
+    ),
+    "heads": (["fit", *SMALL, "--model.decoder.n_heads=3"], "n_heads=3 must be a multiple of n_kv_heads=2"),
+    "odd-width": (["fit", *SMALL, "--model.decoder.d_expert=12"], "d_expert=12 must be a multiple of 8"),
+    "float-steps": (["fit", *SMALL, "--trainer.max_steps=1e3"], "trainer.max_steps"),
+    "missing-data": (["fit", *SMALL, "--data.path", "nowhere"], "nowhere"),
+    "no-max-steps": (["fit", *SMALL, "--trainer.max_steps=-1", "--data.path", "{prepared}"], "max_steps must be set"),
+    "long-sequence": (["fit", *SMALL, "--data.path", "{prepared}", "--data.seq_len=10000000"], "seq_len"),
+    "small-vocabulary": (
+        ["fit", *SMALL, "--data.path", "{prepared}", "--model.decoder.vocab_size=100"],
+        "the tokenizer has 320 ids but the model 100",
+    ),
+    "missing-checkpoint": (["generate", "--checkpoint", "no.ckpt", "--prompt", "x"], "no.ckpt"),
+    "bad-top-p": (["generate", "--checkpoint", "no.ckpt", "--prompt", "x", "--top_p", "2"], "top_p must lie in (0, 1]"),
+    "missing-input": (["prepare", "--input", "no.jsonl", "--output", "out"], "no.jsonl"),
+    "nothing-to-prepare": (["prepare", "--output", "out"], "--input"),
+    "no-runs": (["report", "--runs", "nowhere"], "no finished run"),
+    "missing-directory": (["data-info", "nowhere"], "nowhere"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("argv", "named"), WRONG.values(), ids=WRONG)
+def test_wrong_input_ends_with_one_line_and_code_2(argv, named, prepared, tmp_path, monkeypatch, capsys):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    argv = [prepared.as_posix() if a == "{prepared}" else a for a in argv]
+    if argv[0] == "fit":
+        argv += ["--trainer.default_root_dir", "run"]
+    assert run(argv) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    errors = [line for line in lines if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert lines[-1] == errors[0]
+    assert named in errors[0]
+    left = {path.name for path in tmp_path.rglob("*") if path.is_file()}
+    assert not any(name.endswith((".ckpt", ".bin", ".json")) for name in left), "nothing half-written"
+
+
+def test_second_run_into_one_directory_is_refused(prepared, tmp_path, capsys):  # noqa: F811
+    assert run(fit_arguments(prepared, tmp_path, "--trainer.max_steps=1")) == 0
+    assert run(fit_arguments(prepared, tmp_path, "--trainer.max_steps=1")) == 2
+    assert "continue that run with --ckpt_path last" in capsys.readouterr().err
+
+
+def test_checkpoint_of_another_model_is_refused(prepared, tmp_path, capsys):  # noqa: F811
+    assert run(fit_arguments(prepared, tmp_path / "a", "--trainer.max_steps=1")) == 0
+    last = tmp_path / "a" / "checkpoints" / "last.ckpt"
+    more = ["--trainer.max_steps=2", "--model.residual=MSAR", "--ckpt_path", str(last)]
+    assert run(fit_arguments(prepared, tmp_path / "b", *more)) == 2
+    assert "residual: Vanilla in the checkpoint, MSAR in the config" in capsys.readouterr().err
+
+
+def test_module_entry_point_returns_the_exit_code():
+    result = subprocess.run([sys.executable, "-m", "lit_msar", "nonsense"], capture_output=True, text=True)
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1
+    assert "Traceback" not in result.stderr
+
+
+def test_commands_without_training_do_not_wait_for_lightning():
+    code = "import sys, lit_msar.cli; sys.exit('lightning' in sys.modules or 'torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
