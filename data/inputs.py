@@ -114,8 +114,7 @@ def find_inputs(patterns: str | list[str] | None, option: str) -> list[FileInput
 
 
 def cut_blocks(name: str, chunks: Iterator[bytes], position: Callable[[], int], size: int) -> Iterator[Block]:
-    """Cuts a stream of bytes at the last line end before `size` bytes, or at the first one after where a line is
-    longer.
+    """Cuts a stream of bytes at the last line end before `size` bytes, or where there is none at the first after.
 
     Raises:
         ValueError: a line longer than 128 MiB; names input and line.

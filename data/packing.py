@@ -1,6 +1,4 @@
-"""Document-aligned packing: where each sample of a shard starts, computed once and kept in a file that is
-memory-mapped.
-"""
+"""Document-aligned packing: where each sample of a shard starts, computed once and kept in a mapped file."""
 
 import os
 from pathlib import Path

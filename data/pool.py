@@ -76,9 +76,7 @@ class TokenizerPool:
         return where, block, future.result()
 
     def _serve(self, process: subprocess.Popen, setup: tuple) -> None:
-        """Feeds one process. After a failure it keeps answering, with that failure, so that no future waits for
-        ever.
-        """
+        """Feeds one process; once it has failed, answers with that failure, so that no future waits for ever."""
         failure = None
         try:
             send(process.stdin, setup)

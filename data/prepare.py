@@ -199,16 +199,12 @@ def _tokenizer(
             write_atomic(file, train_tokenizer(_sample(inputs, tokenizer_bytes), vocab_size))
     model = Tokenizer(file, identity["eod_token"])
     if not model.is_lossless:
-        print(
-            f"warning: {given} does not give every text back unchanged (tabs, newlines, spaces, rare characters)"
-        )
+        print(f"warning: {given} does not give every text back unchanged (tabs, newlines, spaces, rare characters)")
     return model
 
 
 def _sample(inputs: list[tuple[Input, str | float]], n_bytes: int) -> Iterator[str]:
-    """Training documents from the beginning of each input, of together about `n_bytes`; bad lines are left to the main
-    pass.
-    """
+    """Training documents of about `n_bytes` from the beginnings of the inputs; bad lines are for the main pass."""
     sources = [(i, side) for i, side in inputs if side != "val"]
     left = n_bytes
     for k, (source, side) in enumerate(sources):
@@ -267,9 +263,7 @@ class Preparation:
         )
 
     def run(self, workers: int, skip_bad_lines: bool, progress: PrepareProgress) -> None:
-        """Tokenizes what is left. Raises what `TokenizerPool.map` and `Input.blocks` raise; the journal then stands
-        before it.
-        """
+        """Tokenizes what is left; what the pool or an input raises leaves the journal as it stands."""
         offsets = [0]
         for source, _ in self.inputs:
             offsets.append(offsets[-1] + source.size)

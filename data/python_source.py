@@ -1,6 +1,4 @@
-"""The embedded default corpus: Python sources of this machine as JSON lines in the Pile's format, one document a
-file.
-"""
+"""The embedded default corpus: Python sources of this machine in the Pile's format, one document a file."""
 
 import hashlib
 import json

@@ -1,6 +1,4 @@
-"""Prepared data behind an fsspec URL: copied into a local cache, each file checked against the manifest before it gets
-its name.
-"""
+"""Prepared data behind an fsspec URL: copied into a local cache, each file checked before it gets its name."""
 
 import fcntl
 import hashlib
@@ -48,8 +46,7 @@ def fetch_manifest(url: str, cache_dir: str | None = None) -> Path:
 
 
 def fetch_shards(url: str, root: Path, manifest: Manifest, shards: list[Shard]) -> None:
-    """Copies the shards that the cache lacks, and checks those it has; a shuffled order soon touches all, so all come
-    first.
+    """Copies the shards that the cache lacks, all of them (a shuffled order soon touches each), and checks the rest.
 
     Raises:
         FileNotFoundError, OSError: a file cannot be fetched after retries; names the URL.

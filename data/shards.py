@@ -149,9 +149,7 @@ def hash_file(path: str | os.PathLike, limit: int | None = None) -> str:
 
 
 def check_size(root: str | os.PathLike, shard: Shard, token_bytes: int) -> None:
-    """Raises ValueError or FileNotFoundError where a shard's files are missing, empty or not as long as the manifest
-    says.
-    """
+    """Raises FileNotFoundError or ValueError where a shard's files are missing or not as long as the manifest says."""
     for suffix, size in ((".bin", shard.tokens * token_bytes), (".idx", (shard.documents + 1) * IDX_DTYPE.itemsize)):
         file = Path(root) / (shard.path + suffix)
         try:
@@ -212,8 +210,7 @@ class ShardWriter:
         (self.root / path).mkdir(parents=True, exist_ok=True)
 
     def append(self, tokens: np.ndarray, lengths: np.ndarray, text_bytes: np.ndarray) -> None:
-        """Appends documents in order; a shard is closed before the document that would make it longer than
-        `shard_tokens`.
+        """Appends documents; a shard is closed before the one that would make it longer than `shard_tokens`.
 
         Args:
             tokens: [n_tokens], the documents one after another, each with its end-of-document id.

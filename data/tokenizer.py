@@ -1,6 +1,4 @@
-"""One tokenizer class over SentencePiece `.model` and Hugging Face `tokenizer.json` files; training of a lossless
-one.
-"""
+"""SentencePiece `.model` and Hugging Face `tokenizer.json` behind one class, and training of a lossless model."""
 
 import hashlib
 import io
@@ -91,9 +89,7 @@ class Tokenizer:
         self._prefixes = False
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, without an end-of-document id. Text beyond 65,536 characters is encoded in pieces cut at line
-        ends.
-        """
+        """Ids of `text`, without an end-of-document id; beyond 65,536 characters in pieces cut at line ends."""
         if len(text) <= MAX_PIECE:
             return self._encode_piece(text)
         ids: list[int] = []
@@ -226,9 +222,7 @@ def _cut(text: str, limit: int, at_spaces: bool) -> Iterator[str]:
 
 
 def _last_line_end(text: str, low: int, high: int) -> int:
-    """Position after the last newline in (low, high) that a non-space follows: byte-level pre-tokenizers cut there too.
-    Or -1.
-    """
+    """Position after the last newline in (low, high) that a non-space follows, where pre-tokenizers cut too; or -1."""
     at = text.rfind("\n", low, high - 1)
     while at >= 0 and text[at + 1].isspace():
         at = text.rfind("\n", low, at)

@@ -1,6 +1,4 @@
-"""Hashes of a data set checked once: a record beside the manifest lets later starts skip shards that have not
-changed.
-"""
+"""Hashes checked once: a record beside the manifest lets later starts skip shards that have not changed."""
 
 import json
 import os
@@ -13,8 +11,7 @@ RECORD = ".verified.json"
 
 
 def verify_once(root: str | os.PathLike, manifest: Manifest, shards: list[Shard] | None = None) -> int:
-    """Checks sizes of all shards, and hashes of those that the record does not know unchanged; returns how many were
-    hashed.
+    """Checks all sizes, and the hashes of shards not known unchanged; returns how many were hashed.
 
     A shard is unchanged while its files' sizes and modification times are those of the last check.
 

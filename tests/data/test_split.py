@@ -37,9 +37,7 @@ def write(root: Path, sets: dict[str, list[list[int]]], shard_tokens: int = 1 <<
 def test_every_token_is_a_target_once_an_epoch(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], seq_len: int, shard_tokens: int, packing: str
 ) -> None:
-    """But for the token that nothing comes before: a shard's first, or with document packing a sample's or document's
-    first.
-    """
+    """But for tokens that nothing comes before: a shard's first, with document packing a sample's first."""
     root = tmp_path_factory.mktemp("s")
     ids = iter(range(10, 60_000))
     documents = [[next(ids) for _ in range(n)] for n in lengths]
