@@ -1,7 +1,13 @@
 """Shared builders of small models and batches."""
 
+import os
+
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    # the kernels run in Triton's interpreter where there is no GPU; it is chosen when triton is first imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from lit_msar.model import Decoder, DecoderConfig
 from lit_msar.residual import Residual, Vanilla
@@ -30,6 +36,10 @@ def small_decoder(residual: Residual | None = None, seed: int = 0, dtype=torch.f
     model = Decoder(small_config(**changes), residual or Vanilla(), dtype, checkpointing)
     model.initialize(seed)
     return model.to(dtype)
+
+
+# Small tensors: threads cost more than they give, and the machine may be shared.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

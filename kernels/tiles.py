@@ -1,0 +1,175 @@
+# ruff: noqa: RUF005  (Triton compiles `+` of tuples, not unpacking)
+"""Pieces that the Triton kernels share: choosing a tensor of a tuple, causal windows in registers, limits of inputs.
+
+A depth-attention kernel gets its N sources as a tuple of pointers and walks along time with the last rows of a source
+in registers: a window is a tuple of row tiles [BLOCK_D], newest first, unrolled while compiling.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.reference import check_kernel_sizes
+
+MAX_SOURCES = 128
+MAX_STREAMS = 8
+MAX_WIDTH = 32
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+# ------------------------------------------------------------------------------------------- while compiling
+
+
+@triton.constexpr_function
+def n_streams(kernel_sizes):
+    return len(kernel_sizes)
+
+
+@triton.constexpr_function
+def width(kernel_sizes, j):
+    """Taps of stream j; 1 for an identity stream."""
+    return int(kernel_sizes[j])
+
+
+@triton.constexpr_function
+def first_tap(kernel_sizes, j):
+    """Row of stream j's first tap in the stacked taps; for j = m the number of taps K."""
+    return sum(int(size) for size in list(kernel_sizes)[:j] if int(size) > 1)
+
+
+@triton.constexpr_function
+def widest(kernel_sizes):
+    return max(int(size) for size in kernel_sizes)
+
+
+# --------------------------------------------------------------------------------------------- in a kernel
+
+
+@triton.jit
+def pick(pointers, n, L: tl.constexpr):
+    """Pointer number n of a tuple of L, by selects: no table in memory, nothing to copy from the host."""
+    p_n = pointers[0]
+    for i in tl.static_range(1, L):
+        p_n = tl.where(n == i, pointers[i].to(tl.int64), p_n.to(tl.int64)).to(pointers[0].dtype)
+    # every tensor is checked to be 16-byte aligned; without the hint loads are not vectorised
+    return tl.multiple_of(p_n, 16)
+
+
+@triton.jit
+def load_row(p_row, o_d, inside, D: tl.constexpr):
+    """Row tile in fp32; zeros past D and where `inside` is false."""
+    # one comparison with a scalar bound instead of two masks
+    return tl.load(p_row + o_d, mask=o_d < tl.where(inside, D, 0), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_rows(p_first, o_d, D: tl.constexpr, COUNT: tl.constexpr):
+    """COUNT consecutive rows as a tuple of fp32 row tiles."""
+    rows = ()
+    for i in tl.static_range(COUNT):
+        rows = rows + (tl.load(p_first + i * D + o_d, mask=o_d < D, other=0.0).to(tl.float32),)
+    return rows
+
+
+@triton.jit
+def zeros(COUNT: tl.constexpr, BLOCK_D: tl.constexpr):
+    """COUNT row tiles of zeros."""
+    rows = ()
+    for _ in tl.static_range(COUNT):
+        rows = rows + (tl.zeros([BLOCK_D], tl.float32),)
+    return rows
+
+
+@triton.jit
+def pushed(window, b_new, LENGTH: tl.constexpr):
+    """The window of LENGTH rows one step later."""
+    rows = (b_new,)
+    for i in tl.static_range(LENGTH - 1):
+        rows = rows + (window[i],)
+    return rows
+
+
+@triton.jit
+def history(p_source, t, o_d, D: tl.constexpr, LENGTH: tl.constexpr):
+    """The LENGTH rows before row t of a sequence, newest first; zeros before its start."""
+    rows = ()
+    for i in tl.static_range(LENGTH):
+        rows = rows + (load_row(p_source + (t - 1 - i) * D, o_d, t - 1 - i >= 0, D),)
+    return rows
+
+
+@triton.jit
+def visible(window, position, LENGTH: tl.constexpr):
+    """The window with the rows of earlier documents zeroed: tap i is dropped where position < i."""
+    rows = (window[0],)
+    for i in tl.static_range(1, LENGTH):
+        rows = rows + (tl.where(position >= i, window[i], 0.0),)
+    return rows
+
+
+@triton.jit
+def convolved(taps, window, FIRST: tl.constexpr, WIDTH: tl.constexpr):
+    """One stream at the newest row of the window: sum_i taps[FIRST + i] window[i]; WIDTH 1 is the row itself."""
+    if WIDTH == 1:
+        u = window[0]
+    else:
+        u = taps[FIRST] * window[0]
+        for i in tl.static_range(1, WIDTH):
+            u += taps[FIRST + i] * window[i]
+    return u
+
+
+# ----------------------------------------------------------------------------------------------- on the host
+
+
+def check_sources(sources: Sequence[Tensor]) -> None:
+    """Raise ValueError unless the kernels can read these sources."""
+    x = sources[0]
+    if not 1 <= len(sources) <= MAX_SOURCES:
+        raise ValueError(f"kernels=triton reads 1 to {MAX_SOURCES} sources, got {len(sources)}; use kernels=reference")
+    if x.dtype not in DTYPES:
+        raise ValueError(f"kernels=triton takes bf16, fp16 or fp32 sources, got {x.dtype}; use kernels=reference")
+    if x.ndim != 3 or x.shape[-1] % 8:
+        raise ValueError(
+            f"kernels=triton needs sources [B, T, D] with D a multiple of 8, got {tuple(x.shape)}; use reference"
+        )
+    for source in sources:
+        if source.shape != x.shape or source.dtype != x.dtype or source.device != x.device:
+            raise ValueError(
+                f"sources differ: {tuple(x.shape)} {x.dtype} on {x.device}, {tuple(source.shape)} {source.dtype} on "
+                f"{source.device}; all sources of a read must be alike"
+            )
+    if not (x.is_cuda or triton.knobs.runtime.interpret):
+        raise ValueError(
+            f"kernels=triton runs on CUDA, got tensors on {x.device}; use kernels=reference (TRITON_INTERPRET=1 "
+            "interprets the kernels on the CPU, for tests)"
+        )
+
+
+def check_streams(kernel_sizes: Sequence[int]) -> None:
+    """Raise ValueError unless the kernels can expand a source into these streams."""
+    check_kernel_sizes(kernel_sizes)
+    if len(kernel_sizes) > MAX_STREAMS or max(kernel_sizes) > MAX_WIDTH:
+        raise ValueError(
+            f"kernels=triton takes up to {MAX_STREAMS} streams of up to {MAX_WIDTH} taps, got kernel_sizes "
+            f"{list(kernel_sizes)}; use kernels=reference"
+        )
+
+
+def aligned(x: Tensor) -> Tensor:
+    """`x` contiguous at a 16-byte address, copied only if it is not."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+def padded(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The tensors with the last one repeated up to a power of two, so that few kernels are compiled as N grows."""
+    return (*tensors, *[tensors[-1]] * (triton.next_power_of_2(len(tensors)) - len(tensors)))
+
+
+def float32(x: Tensor | None) -> Tensor | None:
+    """A parameter as the kernels read it."""
+    return None if x is None else aligned(x.detach().float())

@@ -1,0 +1,49 @@
+"""Inputs of the kernel tests, and the comparison every kernel has to pass."""
+
+import torch
+from torch import Tensor
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Triton's interpreter cuts fp32 off to bf16 where a GPU rounds: twice the error, of one sign, so that it adds up
+HALF_FACTOR = {torch.float16: 1.5, torch.bfloat16: 1.5 if DEVICE == "cuda" else 6.0}
+FP32_BOUND = 1e-5
+# gradients of fp32 parameters: the kernels keep the retrieved streams in fp16 between two launches
+HALF_PARAMETER_BOUND = 2e-3
+
+
+def relative_error(x: Tensor, oracle: Tensor) -> float:
+    """||x - oracle|| / ||oracle||, or the plain norm where the oracle is zero."""
+    norm = oracle.norm()
+    return float((x.double() - oracle).norm() / (norm if norm > 0 else 1))
+
+
+class Comparison:
+    """One function in float64, in the reference and in the kernels, with the gradients of every input."""
+
+    def __init__(self, inputs: dict[str, Tensor], dh: Tensor) -> None:
+        self.inputs, self.dh = inputs, dh
+
+    def run(self, function, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """Output `h` and gradients of `function(inputs)`, all inputs cast to `dtype` if given."""
+        cast = {name: x.to(dtype or x.dtype).clone().requires_grad_() for name, x in self.inputs.items()}
+        h = function(cast)
+        h.backward(self.dh.to(h.dtype))
+        return {"h": h.detach()} | {name: x.grad for name, x in cast.items()}
+
+    def check(self, reference, kernel) -> None:
+        """Every result within the acceptance bound of its precision."""
+        oracle, plain, fused = self.run(reference, torch.float64), self.run(reference), self.run(kernel)
+        for name, expected in oracle.items():
+            assert fused[name].isfinite().all(), name
+            error, of_plain = relative_error(fused[name], expected), relative_error(plain[name], expected)
+            if fused[name].dtype in HALF_FACTOR:
+                bound = HALF_FACTOR[fused[name].dtype] * of_plain
+            elif self.dh.dtype in HALF_FACTOR:
+                bound = HALF_PARAMETER_BOUND
+            else:
+                bound = max(FP32_BOUND, 1.5 * of_plain)
+            assert error <= bound, f"{name}: {error:.1e}, reference {of_plain:.1e}"
+
+
+def normal(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return (scale * torch.randn(*shape, device=DEVICE)).to(dtype)

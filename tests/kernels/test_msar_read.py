@@ -1,0 +1,129 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_inputs import DEVICE, Comparison, normal
+
+from kernels import reference
+
+pytest.importorskip("triton")
+
+from kernels import msar_read as fused
+
+SIZES = (1, 4, 8, 12)
+
+
+def msar_case(n_sources, T, D=40, B=1, sizes=SIZES, dtype=torch.float32, reader=False, mean=False, query_scale=0.3):
+    m, K = len(sizes), reference.n_taps(sizes)
+    inputs = {f"v{n}": normal(B, T, D, dtype=dtype) for n in range(n_sources)}
+    if K:
+        inputs |= {f"taps{n}": normal(K, D, scale=0.3) for n in range(1 if reader else n_sources)}
+    inputs["query"] = normal(m, D, scale=query_scale)
+    if not mean:
+        inputs["weight"], inputs["bias"] = normal(m, m, D, scale=0.2), normal(m)
+        inputs["scale"] = 1 + normal(1, scale=0.2)
+    return Comparison(inputs, normal(B, T, D, dtype=dtype))
+
+
+def call(read, sizes=SIZES, gate="sigmoid", position=None):
+    def function(inputs):
+        sources = [x for name, x in inputs.items() if name.startswith("v")]
+        taps = [x for name, x in inputs.items() if name.startswith("taps")]
+        taps = taps * (len(sources) // len(taps)) if taps else [None] * len(sources)
+        mixer = (inputs.get("weight"), inputs.get("scale"), inputs.get("bias"))
+        return read(sources, taps, inputs["query"], *mixer, kernel_sizes=sizes, gate=gate, position=position)
+
+    return function
+
+
+def check(gate="sigmoid", packed=False, **options):
+    case = msar_case(**options)
+    sizes = options.get("sizes", SIZES)
+    B, T, _ = case.dh.shape
+    position = (torch.arange(T, device=DEVICE) % 5).expand(B, T) if packed else None
+    arguments = {"sizes": sizes, "gate": gate, "position": position}
+    case.check(call(reference.msar_read, **arguments), call(fused.msar_read, **arguments))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"n_sources": 2, "T": 17},
+        {"n_sources": 2, "T": 10, "reader": True, "gate": "softmax"},
+        {"n_sources": 2, "T": 6, "packed": True, "B": 2, "sizes": (1, 3, 8)},
+        {"n_sources": 2, "T": 9, "packed": True, "reader": True, "mean": True},
+        {"n_sources": 1, "T": 5},
+        {"n_sources": 17, "T": 2, "sizes": (1, 2), "D": 8},
+        {"n_sources": 2, "T": 7, "mean": True},
+        {"n_sources": 3, "T": 9, "sizes": (1,), "mean": True},
+        {"n_sources": 2, "T": 9, "sizes": (1, 1, 1, 1)},
+        {"n_sources": 1, "T": 9, "sizes": (1, 2, 4, 6, 8, 12, 16, 32), "D": 32},
+        {"n_sources": 2, "T": 9, "D": 72, "sizes": (1, 4), "dtype": torch.bfloat16},
+        {"n_sources": 2, "T": 9, "dtype": torch.float16},
+    ],
+    ids=lambda options: "-".join(f"{name}={str(value).removeprefix('torch.')}" for name, value in options.items()),
+)
+def test_msar_read_matches_reference(options):
+    check(**options)
+
+
+@settings(max_examples=4, deadline=None)
+@given(
+    n_sources=st.integers(1, 4),
+    T=st.integers(1, 12),
+    D=st.integers(1, 5).map(lambda n: 8 * n),
+    sizes=st.lists(st.integers(1, 13), max_size=2).map(lambda widths: (1, *widths)),
+    packed=st.booleans(),
+    reader=st.booleans(),
+)
+def test_msar_read_matches_reference_at_any_shape(n_sources, T, D, sizes, packed, reader):
+    check(n_sources=n_sources, T=T, D=D, sizes=sizes, packed=packed, reader=reader, mean=len(sizes) == 1)
+
+
+def test_zero_queries_give_the_mean_over_sources():
+    case = msar_case(3, 9, mean=True, query_scale=0.0)
+    streams = [reference.expand(case.inputs[f"v{n}"], case.inputs[f"taps{n}"], SIZES) for n in range(3)]
+    h = call(fused.msar_read)(case.inputs)
+    torch.testing.assert_close(h, torch.stack(streams).mean((0, 3)), rtol=1e-5, atol=1e-5)
+
+
+def test_one_source_gives_the_query_no_gradient():
+    assert msar_case(1, 13).run(call(fused.msar_read))["query"].eq(0).all()
+
+
+def test_two_runs_are_bitwise_equal():
+    case = msar_case(2, 13, sizes=(1, 4))
+    first, second = (case.run(call(fused.msar_read, sizes=(1, 4))) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_token_reaches_no_earlier_one():
+    case = msar_case(2, 20, sizes=(1, 4, 12))
+    read = call(fused.msar_read, sizes=(1, 4, 12))
+    before = read(case.inputs)
+    case.inputs["v1"][:, 9] += 1
+    assert torch.equal(read(case.inputs)[:, :9], before[:, :9])
+
+
+def test_statistics_only_are_kept_for_the_backward_pass():
+    B, T, D, N = 1, 40, 64, 3
+    case = msar_case(N, T, D)
+    inputs = {name: x.requires_grad_() for name, x in case.inputs.items()}
+    kept = []
+    given_storage = {x.untyped_storage().data_ptr() for x in inputs.values()}
+
+    def pack(x):
+        if x.untyped_storage().data_ptr() not in given_storage:
+            kept.append(x.numel())
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        call(fused.msar_read)(inputs)
+    assert sum(kept) <= B * T * len(SIZES) * (3 * N + 3)  # logits, rstd, weights; units, gates: nothing of width D
+
+
+@pytest.mark.parametrize("sizes", [(1,) * 9, (1, 33)])
+def test_unsupported_streams_are_named(sizes):
+    case = msar_case(1, 3, sizes=sizes, D=8)
+    with pytest.raises(ValueError, match="up to 8 streams of up to 32 taps"):
+        call(fused.msar_read, sizes=sizes)(case.inputs)
