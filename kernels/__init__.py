@@ -4,10 +4,14 @@
 needs neither triton nor a GPU.
 """
 
+import functools
+import logging
 from types import ModuleType
 from typing import Literal, get_args
 
 import torch
+
+_logger = logging.getLogger(__name__)
 
 Kernels = Literal["auto", "triton", "reference", "compiled"]
 
@@ -18,22 +22,37 @@ def check(kernels: str) -> None:
         raise ValueError(f"kernels must be one of {', '.join(get_args(Kernels))}, got {kernels!r}")
 
 
-def implementation(kernels: Kernels, device: torch.device) -> ModuleType:
+def implementation(kernels: Kernels, device: torch.device, has_triton: bool = False) -> ModuleType:
     """The module that holds the operations for an explicit choice.
 
     Args:
-        kernels: `reference` is plain PyTorch, `compiled` the same through torch.compile, `auto` the reference.
+        kernels: `reference` is plain PyTorch, `compiled` the same through torch.compile, `triton` the GPU kernels;
+            `auto` is Triton on CUDA where the caller's operations have kernels, the reference elsewhere.
         device: where the tensors are.
+        has_triton: whether there are Triton kernels for what the caller runs.
     Raises:
-        ValueError: unknown choice.
+        ValueError: unknown choice, or `triton` where there are no kernels.
     """
     check(kernels)
-    if kernels == "triton":
-        raise ValueError("kernels=triton: no Triton kernels in this version; use kernels=reference or compiled")
-    if kernels == "compiled":
+    if kernels == "triton" and not has_triton:
+        raise ValueError("kernels=triton: no Triton kernels for this strategy; use kernels=auto, reference or compiled")
+    chosen = kernels
+    if kernels == "auto":
+        chosen = "triton" if has_triton and device.type == "cuda" else "reference"
+        _log_once(chosen, device.type)
+    if chosen == "triton":
+        from kernels import fused
+
+        return fused
+    if chosen == "compiled":
         from kernels import compiled
 
         return compiled
     from kernels import reference
 
     return reference
+
+
+@functools.cache
+def _log_once(chosen: str, device: str) -> None:
+    _logger.info("kernels=auto on %s: %s", device, chosen)

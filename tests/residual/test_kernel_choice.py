@@ -1,0 +1,65 @@
+"""Depth-attention strategies with the Triton reads, in the interpreter or on a GPU."""
+
+import pytest
+import torch
+from strategies import ToyModel
+
+import kernels
+from kernels import reference
+from lit_msar.initialization import initialize
+from lit_msar.residual import MSAR, AttnRes, Residual
+
+pytest.importorskip("triton")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def built(strategy: Residual) -> Residual:
+    strategy.build(16, 2)
+    initialize(strategy, 0)
+    with torch.no_grad():
+        for parameter in strategy.parameters():
+            parameter += 0.2 * torch.randn_like(parameter)
+    return strategy.to(DEVICE)
+
+
+STRATEGIES = {
+    "attnres": lambda kernels: AttnRes(2, kernels=kernels),
+    "msar": lambda kernels: MSAR(2, kernel_sizes=(1, 3), kernels=kernels),
+    "msar_reader_owned": lambda kernels: MSAR(2, kernel_sizes=(1, 3), conv_owner="reader", kernels=kernels),
+}
+
+
+def outcome(make, kernels: str, position=None) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    strategy = built(make(kernels))
+    toy = ToyModel(strategy)
+    toy.weights = [w.float().to(DEVICE) for w in toy.weights]
+    x = torch.randn(1, 5, 16, device=DEVICE, requires_grad=True)
+    h = toy(x, position)
+    h.square().sum().backward()
+    return [h.detach(), x.grad, *[p.grad for p in strategy.parameters()]]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_triton_and_reference_give_the_same_output_and_gradients(name, packed):
+    position = (torch.arange(5, device=DEVICE) % 3)[None] if packed else None
+    for fused, plain in zip(*(outcome(STRATEGIES[name], k, position) for k in ("triton", "reference")), strict=True):
+        torch.testing.assert_close(fused, plain, rtol=2e-4, atol=2e-5)
+
+
+def test_auto_is_the_reference_on_a_cpu():
+    assert kernels.implementation("auto", torch.device("cpu"), has_triton=True) is reference
+
+
+def test_auto_is_triton_on_cuda_where_there_are_kernels():
+    assert kernels.implementation("auto", torch.device("cuda"), has_triton=True).__name__ == "kernels.fused"
+    assert kernels.implementation("auto", torch.device("cuda")) is reference
+
+
+def test_triton_without_kernels_for_the_strategy_is_an_error():
+    with pytest.raises(ValueError, match="kernels=triton: no Triton kernels"):
+        kernels.implementation("triton", torch.device("cuda"))
+    with pytest.raises(ValueError, match="n_depth_heads=4"):
+        AttnRes(n_depth_heads=4, kernels="triton")
