@@ -84,6 +84,16 @@ class _PermuteRows(torch.autograd.Function):
         return grad[inverse].unflatten(0, (-1, ctx.copies)).sum(1), None, None, None
 
 
+_grouped_mm_outside_graph = torch.compiler.disable(F.grouped_mm)
+
+
+def _grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """One product per group of rows; torch.compile traces it in bf16 only, so other dtypes leave the graph for it."""
+    if torch.compiler.is_compiling() and rows.dtype != torch.bfloat16:
+        return _grouped_mm_outside_graph(rows, weight, offs=offsets)
+    return F.grouped_mm(rows, weight, offs=offsets)
+
+
 class Experts(Initialized):
     """E SwiGLU experts; every token reaches all of its k, none is dropped."""
 
@@ -122,8 +132,8 @@ class Experts(Initialized):
 
     def _apply_grouped(self, rows: Tensor, ends: Tensor) -> Tensor:
         offsets = ends.to(torch.int32)
-        hidden = swiglu(F.grouped_mm(rows, self.gate_up.to(rows.dtype).transpose(1, 2), offs=offsets))
-        return F.grouped_mm(hidden, self.down.to(rows.dtype).transpose(1, 2), offs=offsets)
+        hidden = swiglu(_grouped_mm(rows, self.gate_up.to(rows.dtype).transpose(1, 2), offsets))
+        return _grouped_mm(hidden, self.down.to(rows.dtype).transpose(1, 2), offsets)
 
     def _apply_loop(self, rows: Tensor, ends: Tensor) -> Tensor:
         gate_up, down = self.gate_up.to(rows.dtype), self.down.to(rows.dtype)

@@ -136,3 +136,18 @@ def test_compute_dtype_is_kept_through_depth():
     assert losses.dtype == torch.float32
     losses.sum().backward()
     assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+@pytest.mark.slow
+def test_compiled_sublayers_give_the_same_losses_and_gradients():
+    tokens, targets = batch()
+    results = []
+    for compiles in (False, True):
+        model = small_decoder(MSAR())
+        if compiles:
+            model.compile_parts()
+        losses = model(tokens, targets).output
+        losses.sum().backward()
+        results.append([losses, *(p.grad for p in model.parameters())])
+    for plain, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(compiled, plain, rtol=1e-4, atol=1e-5)
