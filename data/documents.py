@@ -95,6 +95,11 @@ def documents(data: bytes, line: int, is_text: bool) -> Iterator[tuple[int, str,
         start, line = end + 1, line + 1
 
 
+def bad_line(name: str, number: int, error: BadLine) -> ValueError:
+    """What the user is told of a line that is no document."""
+    return ValueError(f"input {name}: line {number}: {error}; correct it, or pass --skip_bad_lines to skip and count")
+
+
 def tokenize(
     tokenizer: Tokenizer, data: bytes, line: int, is_text: bool, split: str | float, name: str, skip: bool
 ) -> Tokenized:
@@ -118,9 +123,7 @@ def tokenize(
             raw = _utf8(text)
         except BadLine as e:
             if not skip:
-                raise ValueError(
-                    f"input {name}: line {number}: {e}; correct it, or pass --skip_bad_lines to skip and count"
-                ) from None
+                raise bad_line(name, number, e) from None
             out.skipped[e.reason] = out.skipped.get(e.reason, 0) + 1
             continue
         if not text:

@@ -17,6 +17,7 @@ BLOCK = 1 << 20  # bytes of text in a block: a fraction of a second of tokenizin
 MAX_LINE = 1 << 27  # bytes of one line: 128 MiB, so that two workers stay within 2 GiB
 TXT_LIMIT = 1 << 26  # a .txt is one document up to 64 MiB, and several beyond
 CHUNK = 1 << 16  # compressed bytes at once: bounds what one step of a decompressor can give
+OUT = 1 << 22  # decompressed bytes of one step that are too many
 HEAD = 1 << 16  # bytes of a file's beginning that identify it when a run continues
 SUFFIXES = (".jsonl.zst", ".jsonl.zstd", ".json.zst", ".jsonl.gz", ".json.gz", ".jsonl", ".json", ".txt")
 
@@ -164,21 +165,28 @@ def _zstd_chunks(name: str, file: BinaryIO, digest) -> Iterator[bytes]:
     import zstandard
 
     decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
-    frame = None
+    frame, step = None, CHUNK >> 4
     while chunk := file.read(CHUNK):
         digest.update(chunk)
-        at = file.tell() - len(chunk)
-        while chunk:
+        at = 0
+        while at < len(chunk):
             frame = frame or decompressor.decompressobj()
+            piece = chunk[at : at + step]
             try:
-                out = frame.decompress(chunk)
+                out = frame.decompress(piece)
             except zstandard.ZstdError as e:
-                raise ValueError(f"input {name}: damaged zstd data near byte {at} ({e}); fetch the file again") from e
+                byte = file.tell() - len(chunk) + at
+                raise ValueError(f"input {name}: damaged zstd data near byte {byte} ({e}); fetch the file again") from e
             if out:
                 yield out
-            if not frame.eof:
-                break
-            chunk, frame = frame.unused_data, None
+            # A step of a few bytes may give a gigabyte, and cannot be told to give less: smaller ones where it swells.
+            if len(out) > OUT:
+                step = max(step // 8, 16)
+            elif len(out) < OUT // 4:
+                step = min(2 * step, CHUNK)
+            at += len(piece)
+            if frame.eof:
+                at, frame = at - len(frame.unused_data), None
     if frame is not None:
         raise ValueError(
             f"input {name}: truncated, it ends at byte {file.tell()} inside a zstd frame; fetch the file again"

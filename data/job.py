@@ -25,7 +25,7 @@ class Job:
         identity: what determines its bytes; an unfinished job of another identity is refused.
         say: told when another process holds the lock.
     Attributes:
-        state: the journal of the interrupted run, or None at a fresh start.
+        state: the journal's last entry, None before the first.
     Raises:
         ValueError: the partial directory belongs to another job.
     """
@@ -38,16 +38,18 @@ class Job:
         self._identity = identity
         self._lock = self._acquire(say)
         self.state: dict | None = None
-        if self._journal.is_file():
-            saved = json.loads(self._journal.read_text())
-            if saved["identity"] != identity:
-                keys = sorted(k for k in identity if saved["identity"].get(k) != identity[k])
-                self._release()
-                raise ValueError(
-                    f"output {output}: {self.partial} is an unfinished preparation with other {', '.join(keys)}; "
-                    "repeat it with its own options, delete it, or choose another --output"
-                )
+        saved = json.loads(self._journal.read_text()) if self._journal.is_file() else {}
+        if saved.get("identity") == identity:
             self.state = saved["state"]
+        elif saved.get("state") is not None:
+            keys = sorted(k for k in identity if saved["identity"].get(k) != identity[k])
+            self._release()
+            raise ValueError(
+                f"output {output}: {self.partial} is an unfinished preparation with other {', '.join(keys)}; "
+                "repeat it with its own options, delete it, or choose another --output"
+            )
+        else:  # what is there is not known to be this job's
+            shutil.rmtree(self.data, ignore_errors=True)
         self.data.mkdir(exist_ok=True)
 
     def _acquire(self, say: Callable[[str], None]) -> int:
@@ -72,8 +74,9 @@ class Job:
                 pass
             os.close(lock)  # the lock of a directory that is gone
 
-    def save(self, state: dict) -> None:
-        """Replaces the journal; the files it speaks of must be on the disk."""
+    def save(self, state: dict | None) -> None:
+        """Replaces the journal; the files it speaks of must be on the disk. None: only a tokenizer is ready."""
+        self.state = state
         write_atomic(self._journal, json.dumps({"identity": self._identity, "state": state}))
 
     def publish(self) -> None:
@@ -89,8 +92,8 @@ class Job:
         self._release()
 
     def keep(self) -> None:
-        """Ends the job and leaves the journal for the next run; with nothing in the journal, leaves nothing."""
-        if self._journal.is_file():
+        """Ends the job and leaves what the journal knows for the next run; where it knows of no shard, leaves nothing."""
+        if self.state is not None:
             self._release()
         else:
             self.discard()

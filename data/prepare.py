@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from data.documents import BadLine, Tokenized, documents, split_of
+from data.documents import BadLine, Tokenized, bad_line, documents, split_of
 from data.inputs import Block, Input, find_inputs
 from data.job import JOURNAL_SECONDS, Job, write_atomic
 from data.pool import TokenizerPool
 from data.progress import PrepareProgress
 from data.python_source import python_inputs
 from data.shards import SHARD_TOKENS, VERSION, Manifest, ShardWriter, check_content, hash_file, load_manifest, safe_name
-from data.tokenizer import Tokenizer, train_tokenizer
+from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from data.verify import record_verified
 
 DEFAULT_SPLIT = "val=0.01"
@@ -51,7 +51,7 @@ def prepare(
         output: directory to make; it appears when everything is in it.
         input: .jsonl, .jsonl.zst, .jsonl.gz or .txt files: a path, a glob pattern, a directory, or a list of them. A
             line is {"text": ..., "meta": {"pile_set_name": ...}}; a .txt is one document.
-        tokenizer: SentencePiece .model or Hugging Face tokenizer.json to use.
+        tokenizer: SentencePiece .model, Hugging Face tokenizer.json, or prepared directory whose tokenizer to use.
         train_tokenizer: train a lossless byte-fallback BPE tokenizer with this many ids instead (ids; 4096 with
             --source python).
         workers: tokenizing processes; 0 is one per core (processes).
@@ -86,7 +86,8 @@ def prepare(
             f"workers={workers}, shard_tokens={shard_tokens} and tokenizer_bytes={tokenizer_bytes} must be positive"
         )
     if tokenizer is not None:
-        Tokenizer(tokenizer, eod_token)  # says what is wrong with it before anything is written
+        model = load_tokenizer(tokenizer, eod_token)  # says what is wrong with it before anything is written
+        tokenizer, eod_token = str(model.path), model.eod_token
     identity = {
         "version": VERSION,
         "inputs": [i.identity() | {"split": side} for i, side in inputs],
@@ -157,7 +158,7 @@ def _make(
             job.discard()
             print(f"{target}: already prepared")
             return done
-        model = _tokenizer(job, inputs, identity, tokenizer, vocab_size, tokenizer_bytes)
+        model = _tokenizer(job, inputs, identity, tokenizer, vocab_size, tokenizer_bytes, skip_bad_lines)
         run = Preparation(job, inputs, model, identity)
         with PrepareProgress(sum(i.size for i, _ in inputs)) as progress:
             run.run(workers or os.cpu_count() or 1, skip_bad_lines, progress)
@@ -178,16 +179,29 @@ def _finished(target: Path, identity: dict) -> Manifest | None:
     if not (target / "manifest.json").is_file():
         raise ValueError(f"output {target}: exists and is no prepared data; choose another --output or remove it")
     manifest = load_manifest(target)
-    if manifest.options != identity:
-        keys = sorted(k for k in identity if manifest.options.get(k) != identity[k])
+    before, now = _lasting(manifest.options), _lasting(identity)
+    if before != now:
+        keys = sorted(k for k in now if before.get(k) != now[k])
         raise ValueError(
             f"output {target}: was prepared with other {', '.join(keys)}; choose another --output or remove it"
         )
     return manifest
 
 
+def _lasting(identity: dict) -> dict:
+    """An identity without the files behind `--source python`: installing a package does not make prepared data wrong."""
+    inputs = [i | {"size": 0, "head": ""} if i["name"].startswith("python:") else i for i in identity["inputs"]]
+    return identity | {"inputs": inputs}
+
+
 def _tokenizer(
-    job: Job, inputs: list, identity: dict, given: str | None, vocab_size: int | None, tokenizer_bytes: int
+    job: Job,
+    inputs: list,
+    identity: dict,
+    given: str | None,
+    vocab_size: int | None,
+    tokenizer_bytes: int,
+    skip_bad_lines: bool,
 ) -> Tokenizer:
     """Puts the tokenizer's file into the output: copied, trained, or found from the interrupted run."""
     file = job.data / ("tokenizer.json" if given and given.endswith(".json") else "tokenizer.model")
@@ -196,26 +210,32 @@ def _tokenizer(
             write_atomic(file, Path(given).read_bytes())
         else:
             print(f"training a tokenizer with {vocab_size} ids on up to {tokenizer_bytes / 1e6:.0f} MB of text")
-            write_atomic(file, train_tokenizer(_sample(inputs, tokenizer_bytes), vocab_size))
+            sample = list(_sample(inputs, tokenizer_bytes, skip_bad_lines))
+            if not sample:
+                raise ValueError("the input holds no training document with text to train a tokenizer on")
+            write_atomic(file, train_tokenizer(sample, vocab_size))
+        job.save(None)
     model = Tokenizer(file, identity["eod_token"])
     if not model.is_lossless:
         print(f"warning: {given} does not give every text back unchanged (tabs, newlines, spaces, rare characters)")
     return model
 
 
-def _sample(inputs: list[tuple[Input, str | float]], n_bytes: int) -> Iterator[str]:
-    """Training documents of about `n_bytes` from the beginnings of the inputs; bad lines are for the main pass."""
+def _sample(inputs: list[tuple[Input, str | float]], n_bytes: int, skip_bad_lines: bool) -> Iterator[str]:
+    """Training documents of about `n_bytes` from the beginnings of the inputs."""
     sources = [(i, side) for i, side in inputs if side != "val"]
     left = n_bytes
     for k, (source, side) in enumerate(sources):
         share = left // (len(sources) - k)  # what a short input does not use goes to the later ones
         left -= share
         for block in source.blocks():
-            for _, *document in documents(block.data, block.line, source.is_text):
-                if isinstance(document[0], BadLine) or share <= 0:
+            for number, *document in documents(block.data, block.line, source.is_text):
+                if isinstance(document[0], BadLine):
+                    if not skip_bad_lines:
+                        raise bad_line(source.name, number, document[0])
                     continue
-                raw = document[0].encode(errors="replace")
-                if side == "train" or split_of(raw, side) == "train":
+                raw = document[0].encode(errors="replace")  # a lone surrogate is for the main pass to name
+                if share > 0 and raw and (side == "train" or split_of(raw, side) == "train"):
                     share -= len(raw)
                     yield raw.decode()
             if share <= 0:

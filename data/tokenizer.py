@@ -25,12 +25,13 @@ class Tokenizer:
         kind: `sentencepiece` or `tokenizers`.
         fingerprint: SHA-256 of the file, hexadecimal.
         vocab_size: number of ids, the largest id plus one.
-        eod_id: the end-of-document id.
+        eod_id: the end-of-document id; `eod_token` its name where one was asked for.
         dtype: `uint16`, or `uint32` where an id may exceed 65,535.
     """
 
     def __init__(self, path: str | os.PathLike, eod_token: str | None = None) -> None:
         self.path = Path(path)
+        self.eod_token = eod_token
         if not self.path.is_file():
             raise FileNotFoundError(
                 f"tokenizer {self.path}: no such file; give a SentencePiece .model or a tokenizer.json"

@@ -210,7 +210,23 @@ def test_unfinished_work_with_other_options_is_refused(tmp_path: Path) -> None:
     job.keep()
     with pytest.raises(ValueError, match=r"out.partial is an unfinished preparation with other inputs; repeat it"):
         Job(tmp_path / "out", {"inputs": 2, "version": 1}, print)
-    assert Job(tmp_path / "out", {"inputs": 1, "version": 1}, print).state == {"done": [0, 1]}
+    again = Job(tmp_path / "out", {"inputs": 1, "version": 1}, print)
+    assert again.state == {"done": [0, 1]}
+    again.discard()
+
+
+def test_tokenizer_of_another_killed_job_is_not_taken_over(tmp_path: Path) -> None:
+    job = Job(tmp_path / "out", {"tokenizer": 1}, print)
+    (job.data / "tokenizer.model").touch()
+    job.save(None)  # and killed here
+    os.close(job._lock)
+    same = Job(tmp_path / "out", {"tokenizer": 1}, print)
+    assert (same.data / "tokenizer.model").exists()
+    os.close(same._lock)
+    other = Job(tmp_path / "out", {"tokenizer": 2}, print)
+    assert not (other.data / "tokenizer.model").exists()
+    other.keep()
+    assert not other.partial.exists()
 
 
 def test_bad_line_stops_cleanly_or_is_counted(
@@ -227,6 +243,14 @@ def test_bad_line_stops_cleanly_or_is_counted(
     assert manifest.counts == {"documents": 3, "empty": 1, "skipped": {"text": 1, "json": 1}}
     assert "2 bad lines skipped" in capsys.readouterr().out
     assert manifest.splits["val"] == []
+
+
+@pytest.mark.parametrize("lines", ['{"text": 3}\n', '{"text": ""}\n', '{"text": "ok"}\n{\n'])
+def test_tokenizer_training_says_what_is_wrong_with_the_text(tmp_path: Path, lines: str) -> None:
+    (tmp_path / "a.jsonl").write_text(lines)
+    with pytest.raises(ValueError, match=r"a.jsonl: line [12]: |no training document with text"):
+        run(tmp_path, train_tokenizer=330)
+    assert [f.name for f in tmp_path.iterdir()] == ["a.jsonl"]
 
 
 def test_truncated_input_stops_cleanly(tmp_path: Path, write_jsonl: Callable, model_file: Path) -> None:

@@ -47,6 +47,11 @@ def test_other_encodings_and_tests_are_left_out(sources: Path) -> None:
 def test_prepare_makes_both_sets_with_a_default_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(python_source, "CAPS", {"Python standard library": 400_000, "Python packages": 400_000})
     prepare(str(tmp_path / "out"), source="python", train_tokenizer=600, split="val=0.2", workers=1, verify=True)
+    with pytest.raises(ValueError, match="other tokenizer"):
+        prepare(str(tmp_path / "out"), source="python", train_tokenizer=700, split="val=0.2")
+    # another package on the machine does not make it wrong
+    monkeypatch.setattr(python_source, "CAPS", {"Python standard library": 300_000, "Python packages": 400_000})
+    prepare(str(tmp_path / "out"), source="python", train_tokenizer=600, split="val=0.2")
     manifest = load_manifest(tmp_path / "out")
     assert [s.name for s in manifest.splits["train"]] == ["Python packages", "Python standard library"]
     assert manifest.splits["val"]
