@@ -92,7 +92,7 @@ class Job:
         self._release()
 
     def keep(self) -> None:
-        """Ends the job and leaves what the journal knows for the next run; where it knows of no shard, leaves nothing."""
+        """Ends the job and leaves what the journal knows for the next run; without shards, leaves nothing."""
         if self.state is not None:
             self._release()
         else:

@@ -189,7 +189,7 @@ def _finished(target: Path, identity: dict) -> Manifest | None:
 
 
 def _lasting(identity: dict) -> dict:
-    """An identity without the files behind `--source python`: installing a package does not make prepared data wrong."""
+    """An identity without the files of `--source python`: installing a package does not make prepared data wrong."""
     inputs = [i | {"size": 0, "head": ""} if i["name"].startswith("python:") else i for i in identity["inputs"]]
     return identity | {"inputs": inputs}
 
