@@ -7,9 +7,12 @@ litdata python -m data.bench start                                              
 """
 
 import argparse
+import contextlib
+import io
 import json
 import multiprocessing
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -81,15 +84,31 @@ def bench_tokenize(input: str, tokenizer: str, workers: int, megabytes: float) -
                 f.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
         model = load_tokenizer(tokenizer).path
         ratios = []
-        for _ in range(3):
-            bare = _bare_seconds(texts, str(model), workers)
-            start = time.perf_counter()
-            prepare(f"{folder}/out{len(ratios)}", input=str(file), tokenizer=str(model), workers=workers, split="val=0")
-            ours = time.perf_counter() - start
-            ratios.append(bare / ours)
+        for k in range(ROUNDS):
+            bare, bare_cpu = _timed(lambda: _bare_encode(texts, str(model), workers))
+            ours, ours_cpu = _timed(lambda k=k: _prepare(file, model, workers, f"{folder}/out{k}"))
+            ratios.append((bare / ours, bare_cpu / ours_cpu))
             print(f"{size / 1e6:.1f} MB in {workers} processes: library {size / bare / 1e6:.2f} MB/s, ", end="")
-            print(f"prepare {size / ours / 1e6:.2f} MB/s, {bare / ours:.1%}")
-        print(f"prepare at {statistics.median(ratios):.1%} of the library (median of {len(ratios)})")
+            print(f"prepare {size / ours / 1e6:.2f} MB/s; processor time {bare_cpu:.1f} s and {ours_cpu:.1f} s")
+        wall, cpu = (statistics.median(r) for r in zip(*ratios, strict=True))
+        print(f"prepare at {wall:.1%} of the library, {cpu:.1%} by processor time (medians of {ROUNDS})")
+
+
+def _prepare(file: Path, model: Path, workers: int, output: str) -> None:
+    with contextlib.redirect_stdout(None), contextlib.redirect_stderr(io.StringIO()):
+        prepare(output, input=str(file), tokenizer=str(model), workers=workers, split="val=0")
+
+
+def _timed(work: Callable[[], None]) -> tuple[float, float]:
+    """Seconds that `work` takes, on the clock and of all processors."""
+
+    def cpu() -> float:
+        usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        return sum(u.ru_utime + u.ru_stime for u in usages)
+
+    start, start_cpu = time.perf_counter(), cpu()
+    work()
+    return time.perf_counter() - start, cpu() - start_cpu
 
 
 def _texts(input: str, limit: float) -> tuple[list[str], int]:
@@ -105,21 +124,17 @@ def _texts(input: str, limit: float) -> tuple[list[str], int]:
     return texts, size
 
 
-def _bare_seconds(texts: list[str], model: str, workers: int) -> float:
-    """Seconds from all processes being ready until the last has encoded its share, one text after another."""
+def _bare_encode(texts: list[str], model: str, workers: int) -> None:
+    """The library alone: each process encodes its share, one text after another, and drops the ids."""
     context = multiprocessing.get_context("fork")
-    barrier = context.Barrier(workers + 1)
-    processes = [context.Process(target=_encode, args=(texts[i::workers], model, barrier)) for i in range(workers)]
+    processes = [context.Process(target=_encode, args=(texts[i::workers], model)) for i in range(workers)]
     for process in processes:
         process.start()
-    barrier.wait()
-    start = time.perf_counter()
     for process in processes:
         process.join()
-    return time.perf_counter() - start
 
 
-def _encode(texts: list[str], model: str, barrier: object) -> None:
+def _encode(texts: list[str], model: str) -> None:
     os.environ["RAYON_NUM_THREADS"] = "1"
     if model.endswith(".json"):
         import tokenizers
@@ -131,7 +146,6 @@ def _encode(texts: list[str], model: str, barrier: object) -> None:
         import sentencepiece
 
         encode = sentencepiece.SentencePieceProcessor(model_file=model).encode
-    barrier.wait()
     for text in texts:
         encode(text)
 
