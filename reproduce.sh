@@ -75,7 +75,8 @@ smoke() {
         run "$python" -m lit_msar fit \
             --config configs/base.yaml --config configs/size/tiny.yaml --config configs/data/python.yaml \
             --config "configs/residual/$name.yaml" \
-            --trainer.max_steps "$steps" --trainer.default_root_dir "$runs/$name"
+            --trainer.max_steps "$steps" --trainer.val_check_interval "$steps" --data.val_samples 256 \
+            --trainer.limit_val_batches 1.0 --trainer.default_root_dir "$runs/$name"
     done
     run "$python" -m lit_msar report --runs "$runs"
     echo
