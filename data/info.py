@@ -1,13 +1,16 @@
 """`python -m lit_msar data-info`: sets, lengths and a sample of a prepared directory, in the terminal."""
 
+from pathlib import Path
+
 import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from data.prepare import verify_shards
 from data.remote import fetch_manifest, fetch_shards, is_remote
-from data.shards import IDX_DTYPE, Manifest, ShardSet, check_content, load_manifest
+from data.shards import IDX_DTYPE, Manifest, ShardSet, load_manifest
 from data.split import ShardFiles
 from data.tokenizer import load_tokenizer
 
@@ -38,8 +41,7 @@ def data_info(
     if is_remote(path) and needs_shards:
         fetch_shards(path, root, manifest, manifest.shards())
     if verify:
-        for shard in manifest.shards():
-            check_content(root, shard, manifest)
+        verify_shards(Path(root))
     console = Console()
     if not console.is_terminal:
         console = Console(width=WIDTH)

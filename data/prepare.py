@@ -14,7 +14,7 @@ from data.documents import BadLine, Tokenized, bad_line, documents, split_of
 from data.inputs import Block, Input, find_inputs
 from data.job import JOURNAL_SECONDS, Job, write_atomic
 from data.pool import TokenizerPool
-from data.progress import PrepareProgress
+from data.progress import PrepareProgress, each
 from data.python_source import python_inputs
 from data.shards import SHARD_TOKENS, VERSION, Manifest, ShardWriter, check_content, hash_file, load_manifest, safe_name
 from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
@@ -106,9 +106,10 @@ def verify_shards(output: Path) -> Manifest:
         FileNotFoundError, ValueError: a shard is missing or is not what the manifest says; names the file.
     """
     manifest = load_manifest(output)
-    for shard in manifest.shards():
-        check_content(output, shard, manifest)
-    print(f"{output}: {len(manifest.shards())} shards are as the manifest says")
+    shards = manifest.shards()
+    sizes = [shard.tokens * manifest.token_bytes for shard in shards]
+    each("checking shards", shards, lambda s: check_content(output, s, manifest), sizes, min(8, os.cpu_count() or 1))
+    print(f"{output}: {len(shards)} shards are as the manifest says")
     return manifest
 
 

@@ -1,9 +1,14 @@
-"""One progress bar over all input: bytes, documents, tokens, rate, remaining time."""
+"""Progress bars: one over all input of `prepare`, one over the bytes of shards that are checked or copied."""
 
 import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+Item = TypeVar("Item")
 
 
 class PrepareProgress:
@@ -48,3 +53,25 @@ class PrepareProgress:
             self.console.print(
                 f"tokenized {self.text_bytes / 1e6:.1f} MB in {seconds:.1f} s, {rate:.1f} MB/s", highlight=False
             )
+
+
+def each(what: str, items: Sequence[Item], work: Callable[[Item], object], sizes: Sequence[int], threads: int) -> None:
+    """Does `work` on each item in threads, under a bar over their bytes; the first item's error in order is raised.
+
+    Args:
+        what: shown before the bar.
+        sizes: bytes of each item.
+    """
+    console = Console(stderr=True)
+    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+        task = progress.add_task("", total=sum(sizes))
+        with ThreadPoolExecutor(max(1, threads)) as pool:
+            futures = [pool.submit(work, item) for item in items]
+            try:
+                for future, size in zip(futures, sizes, strict=True):
+                    future.result()
+                    progress.advance(task, size)
+            except BaseException:
+                pool.shutdown(cancel_futures=True)  # the rest is of no use
+                raise

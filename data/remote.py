@@ -5,10 +5,10 @@ import hashlib
 import os
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+from data.progress import each
 from data.shards import Manifest, Shard, check_size, load_manifest, safe_name
 from data.verify import record_verified, verify_once
 
@@ -62,9 +62,9 @@ def fetch_shards(url: str, root: Path, manifest: Manifest, shards: list[Shard]) 
             fetched.append(shard)
 
     fetched: list[Shard] = []
-    with _locked(root), ThreadPoolExecutor(TRANSFERS) as pool:
-        for _ in pool.map(fetch, shards):
-            pass
+    sizes = [shard.tokens * manifest.token_bytes for shard in shards]
+    with _locked(root):
+        each("fetching shards", shards, fetch, sizes, TRANSFERS)
         record_verified(root, fetched)  # hashed on arrival
         verify_once(root, manifest, shards)
 

@@ -2,9 +2,9 @@
 
 import json
 import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from data.progress import each
 from data.shards import Manifest, Shard, check_hash, check_size
 
 RECORD = ".verified.json"
@@ -31,9 +31,11 @@ def verify_once(root: str | os.PathLike, manifest: Manifest, shards: list[Shard]
         stamps[shard.path] = _stamp(root, shard)
         if known.get(shard.path) != stamps[shard.path]:
             todo.append(shard)
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing releases the interpreter lock
-        for _ in pool.map(lambda shard: check_hash(root, shard, manifest.token_bytes), todo):
-            pass
+    sizes = [shard.tokens * manifest.token_bytes for shard in todo]
+    # Threads: hashing releases the interpreter lock.
+    each(
+        "checking shards", todo, lambda s: check_hash(root, s, manifest.token_bytes), sizes, min(8, os.cpu_count() or 1)
+    )
     if todo:
         _write(root, known | stamps)
     return len(todo)

@@ -186,10 +186,12 @@ class TokenData(pl.LightningDataModule):
             check_size(self.root, shard, self.manifest.token_bytes)
         if stage == "fit":
             _ = self.order  # what is wrong with the options shows before the model is built
-            if self.trainer is not None and not any(isinstance(c, _Position) for c in self.trainer.callbacks):
-                self.trainer.callbacks.insert(
-                    0, _Position(self)
-                )  # before checkpoint callbacks: they save what it counts
+            if self.trainer is not None:
+                others = [c for c in self.trainer.callbacks if not isinstance(c, _Position)]
+                self.trainer.callbacks[:] = [
+                    _Position(self),
+                    *others,
+                ]  # first: checkpoint callbacks save what it counts
 
     def _used_shards(self) -> list[Shard]:
         left_out = {name for name in self.set_names if self.weights is not None and not self.weights.get(name)}

@@ -212,6 +212,26 @@ def test_overfit_batches_repeats_the_first_batches(prepared: Path, tmp_path: Pat
     assert seen == uninterrupted[:8] * 3
 
 
+def test_second_fit_of_one_trainer_counts_its_own_data(prepared: Path, tmp_path: Path) -> None:
+    runner = pl.Trainer(
+        accelerator="cpu",
+        max_steps=3,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
+    )
+    first = TokenData(str(prepared), seq_len=SEQ_LEN, batch_size=4, workers=0)
+    second = TokenData(str(prepared), seq_len=SEQ_LEN, batch_size=5, workers=0, resume="fresh")
+    runner.fit(Toy(), datamodule=first)
+    runner.fit_loop.epoch_loop.max_steps = 7
+    runner.fit(Toy(), datamodule=second)
+    assert first.position == 12
+    assert second.position == 5 * (runner.global_step - 3)
+    assert second.position > 0
+
+
 def test_checkpoint_of_other_data_is_refused_by_name(prepared: Path, tmp_path: Path) -> None:
     _, ckpt, _ = fit(prepared, tmp_path, 3)
     with pytest.raises(ValueError, match=r"seed 1 \(checkpoint: 0\).*--data.resume fresh"):
