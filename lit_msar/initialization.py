@@ -1,7 +1,9 @@
 """Parameters that know how they start, so that a model made on the meta device can be filled later.
 
 A parameter's first values depend on the seed and on its name alone: not on the order of creation, the number of ranks
-or the other parameters of the model, so two models share the start of whatever they have in common.
+or the other parameters of the model, so two models share the start of whatever they have in common. A sharded
+parameter is drawn whole on every rank, its shard kept and the rest freed at once: the same bits on any number of ranks
+as on one, for the memory of one parameter (2.3 GB for the experts of a 28B layer).
 """
 
 import hashlib
@@ -9,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 Init = Callable[[Tensor, torch.Generator], object]
 
@@ -57,9 +60,11 @@ class Initialized(nn.Module):
 
 
 @torch.no_grad()
-def initialize(model: nn.Module, seed: int) -> None:
+def initialize(model: nn.Module, seed: int, device: torch.device | None = None) -> None:
     """Write the start of every declared parameter and buffer of `model`, in place.
 
+    Args:
+        device: where the values are drawn (a CPU and a GPU draw different ones); None for where each tensor lies.
     Raises:
         ValueError: a parameter of the model is not declared, so nothing says how it starts.
     """
@@ -68,11 +73,43 @@ def initialize(model: nn.Module, seed: int) -> None:
         for name, init in getattr(module, "inits", {}).items():
             full_name = f"{prefix}.{name}" if prefix else name
             tensor = module.get_parameter(name) if _is_parameter(module, name) else module.get_buffer(name)
-            init(tensor, torch.Generator(tensor.device).manual_seed(_seed_of(seed, full_name)))
+            _write_start(tensor, init, _seed_of(seed, full_name), device or tensor.device)
             declared.add(full_name)
     missing = {name for name, _ in model.named_parameters()} - declared
     if missing:
         raise ValueError(f"parameters without a declared start: {sorted(missing)}; use Initialized.declare")
+
+
+def _write_start(tensor: Tensor, init: Init, seed: int, device: torch.device) -> None:
+    generator = torch.Generator(device).manual_seed(seed)
+    if not isinstance(tensor, DTensor) and tensor.device == device:
+        init(tensor, generator)
+        return
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    init(whole, generator)
+    local_part(tensor).copy_(whole[local_slices(tensor)])
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of `tensor`: all of a plain one."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_slices(tensor: Tensor) -> tuple[slice, ...]:
+    """Where `local_part(tensor)` lies in the whole tensor; every axis is sharded by one mesh dimension at most."""
+    slices = [slice(0, size) for size in tensor.shape]
+    if not isinstance(tensor, DTensor):
+        return tuple(slices)
+    sharded = [p for p in tensor.placements if not isinstance(p, Replicate)]
+    assert all(type(p) is Shard for p in sharded), tensor.placements
+    assert len({p.dim for p in sharded}) == len(sharded), tensor.placements
+    for mesh_dim, placement in enumerate(tensor.placements):
+        if isinstance(placement, Shard):
+            size, n_parts = tensor.shape[placement.dim], tensor.device_mesh.size(mesh_dim)
+            step = -(-size // n_parts)  # torch.chunk's parts: the last ones may be short or empty
+            start = min(step * tensor.device_mesh.get_local_rank(mesh_dim), size)
+            slices[placement.dim] = slice(start, min(start + step, size))
+    return tuple(slices)
 
 
 def _seed_of(seed: int, name: str) -> int:

@@ -5,13 +5,14 @@ weights are s over its sum over the chosen. The bias moves by the sign of the lo
 Letters: N tokens, E experts, k = top_k, F = d_expert.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lit_msar.initialization import Initialized, constant, normal
+from lit_msar.initialization import Initialized, constant, local_part, normal
 from lit_msar.model.config import DecoderConfig
 from lit_msar.model.layers import RMSNorm, SwiGLU, swiglu
 
@@ -94,8 +95,15 @@ def _grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return F.grouped_mm(rows, weight, offs=offsets)
 
 
+ApplyExperts = Callable[[Tensor, Tensor], Tensor]
+"""Rows [M, D] sorted by expert, and where each expert's rows end, to the experts' outputs [M, D]."""
+
+
 class Experts(Initialized):
     """E SwiGLU experts; every token reaches all of its k, none is dropped."""
+
+    exchange: Callable[[Tensor, Tensor, ApplyExperts], Tensor] | None = None
+    """Where experts are spread over ranks: carries the sorted rows to their experts, applies them there, and back."""
 
     def __init__(self, config: DecoderConfig, output_std: float) -> None:
         super().__init__()
@@ -119,27 +127,27 @@ class Experts(Initialized):
         ids = torch.arange(self.n_experts, device=x.device)
         ends = torch.searchsorted(sorted_experts, ids, right=True)  # [E], rows of experts 0..e end here
         rows = _PermuteRows.apply(x, order, inverse, k)  # [N k, D]
-        rows = self._apply_grouped(rows, ends) if self._uses_grouped_mm(x) else self._apply_loop(rows, ends)
+        apply = self._apply_experts
+        rows = apply(rows, ends) if self.exchange is None else self.exchange(rows, ends, apply)
         y = _PermuteRows.apply(rows, inverse, order, 1).unflatten(0, (-1, k))  # [N, k, D]
         combined = torch.bmm(route.weights.to(y.dtype).unsqueeze(1), y).squeeze(1)
         return combined, torch.diff(ends, prepend=ends.new_zeros(1)).float()
+
+    def _apply_experts(self, rows: Tensor, ends: Tensor) -> Tensor:
+        # with an exchange, a parameter is this rank's experts alone
+        gate_up, down = local_part(self.gate_up).to(rows.dtype), local_part(self.down).to(rows.dtype)
+        if self._uses_grouped_mm(rows):
+            offsets = ends.to(torch.int32)
+            hidden = swiglu(_grouped_mm(rows, gate_up.transpose(1, 2), offsets))
+            return _grouped_mm(hidden, down.transpose(1, 2), offsets)
+        sizes = torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
+        return torch.cat([swiglu(part @ gate_up[e].T) @ down[e].T for e, part in enumerate(rows.split(sizes))])
 
     def _uses_grouped_mm(self, x: Tensor) -> bool:
         if self.implementation == "auto":
             has_kernel = (torch.float32, torch.float16, torch.bfloat16) if x.device.type == "cpu" else (torch.bfloat16,)
             return x.dtype in has_kernel
         return self.implementation == "grouped_mm"
-
-    def _apply_grouped(self, rows: Tensor, ends: Tensor) -> Tensor:
-        offsets = ends.to(torch.int32)
-        hidden = swiglu(_grouped_mm(rows, self.gate_up.to(rows.dtype).transpose(1, 2), offsets))
-        return _grouped_mm(hidden, self.down.to(rows.dtype).transpose(1, 2), offsets)
-
-    def _apply_loop(self, rows: Tensor, ends: Tensor) -> Tensor:
-        gate_up, down = self.gate_up.to(rows.dtype), self.down.to(rows.dtype)
-        sizes = torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
-        parts = [swiglu(part @ gate_up[e].T) @ down[e].T for e, part in enumerate(rows.split(sizes))]
-        return torch.cat(parts)
 
 
 class DenseMLP(nn.Module):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lit_msar.errors import StopTraining
-from lit_msar.inference.load import SPEC_KEY
+from lit_msar.inference.load import PREFIX, SPEC_KEY, load_weights, open_weights
 from lit_msar.model import Decoder, DecoderConfig
 from lit_msar.model.decoder import Checkpointing, DecoderOutput
 from lit_msar.model.loss import IGNORED
@@ -18,6 +18,8 @@ from lit_msar.model.spec import ModelSpec, explain_difference
 from lit_msar.residual import Residual
 from lit_msar.training.metrics import SetLoss, loss_report
 from lit_msar.training.optim import OptimizerConfig, adamw, wsd_factor
+from lit_msar.training.parallel import average_spread_experts, gradient_norm, group_by_mesh, local_gradients
+from lit_msar.training.strategy import FullyShard
 
 Batch = dict[str, Tensor]
 """`tokens` [B, T], `targets` [B, T] (-100 where masked), `set_id` [B], and `position` [B, T] for packed documents."""
@@ -60,6 +62,7 @@ class LanguageModel(L.LightningModule):
         aux_loss_coef: weight of the sequence-wise balance loss; 0 leaves balancing to the router bias.
         balance_rate: step of the router's balance bias per optimizer step; 0 switches it off.
         seed: of the initial weights.
+        init_from: checkpoint or consolidated weights to start from instead, at step 0 and with a fresh optimizer.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class LanguageModel(L.LightningModule):
         aux_loss_coef: float = 0.0,
         balance_rate: float = 1e-3,
         seed: int = 0,
+        init_from: str | None = None,
     ) -> None:
         super().__init__()
         if aux_loss_coef < 0:
@@ -82,6 +86,7 @@ class LanguageModel(L.LightningModule):
         self.optimizer_config = optimizer
         self.compute_dtype, self.checkpointing, self.compiles = compute_dtype, checkpointing, compile
         self.aux_loss_coef, self.balance_rate, self.seed = aux_loss_coef, balance_rate, seed
+        self.init_from = init_from
         self._residual = (residual,)  # in a tuple: not a submodule until the decoder owns it
         self.decoder: Decoder | None = None
         self.tokens_seen = 0
@@ -103,14 +108,29 @@ class LanguageModel(L.LightningModule):
             return
         with torch.device("meta"):
             decoder = Decoder(self.config, self.residual, self._activation_dtype(), self.checkpointing)
-        decoder.to_empty(device=self._target_device())
-        decoder.initialize(self.seed)
+        if isinstance(strategy := self._strategy(), FullyShard):
+            strategy.make(decoder, self.seed)
+        else:
+            decoder.to_empty(device=self._target_device())
+            decoder.initialize(self.seed)
+        if self.init_from is not None:
+            self._start_from(decoder, self.init_from)
         if self.compiles:
             decoder.compile_parts()
         self.decoder = decoder
 
+    def _start_from(self, decoder: Decoder, path: str) -> None:
+        weights = open_weights(path)
+        if difference := explain_difference(weights.spec, self.spec):
+            raise ValueError(f"model.init_from={path} holds another model than the config: {difference}")
+        load_weights(decoder, weights)
+
+    def _strategy(self) -> L.pytorch.strategies.Strategy | None:
+        return self.trainer.strategy if self._trainer is not None else None
+
     def _target_device(self) -> torch.device:
-        return self.trainer.strategy.root_device if self._trainer is not None else torch.device("cpu")
+        strategy = self._strategy()
+        return torch.device("cpu") if strategy is None else strategy.root_device
 
     def _activation_dtype(self) -> torch.dtype:
         if self.compute_dtype == "auto":
@@ -129,6 +149,7 @@ class LanguageModel(L.LightningModule):
 
     def configure_optimizers(self) -> dict[str, Any]:
         optimizer = adamw(self.decoder, self.decoder.no_decay_names(), self.optimizer_config)
+        group_by_mesh(optimizer)
         factor = wsd_factor(self.optimizer_config, self.trainer.max_steps)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
@@ -159,8 +180,12 @@ class LanguageModel(L.LightningModule):
         window.tokens, window.nats = self._sum_over_ranks(window.tokens), self._sum_over_ranks(window.nats)
         # backward gave (rank mean of) sum of losses / numel; wanted: sum over ranks / tokens of all ranks
         scale = window.numel * self.trainer.world_size / window.tokens.clamp(min=1)
-        for group in optimizer.param_groups:
-            torch._foreach_mul_([p.grad for p in group["params"] if p.grad is not None], scale)
+        average_spread_experts(self.decoder.parameters())
+        self._scale_gradients(scale)
+
+    def _scale_gradients(self, factor: Tensor) -> None:
+        gradients = local_gradients(self.decoder.parameters())
+        torch._foreach_mul_(gradients, factor.to(gradients[0].device))
 
     def configure_gradient_clipping(
         self,
@@ -171,11 +196,9 @@ class LanguageModel(L.LightningModule):
         """Clip by the global norm, and stop before the weights change if the norm or the loss is not finite."""
         if gradient_clip_algorithm not in (None, "norm"):
             raise ValueError(f"trainer.gradient_clip_algorithm must be norm, got {gradient_clip_algorithm}")
-        grads = [p.grad for p in self.decoder.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(grads)
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        norm = gradient_norm(self.decoder.parameters(), self._target_device())
         if gradient_clip_val:
-            torch.nn.utils.clip_grads_with_norm_(self.decoder.parameters(), gradient_clip_val, norm)
+            self._scale_gradients((gradient_clip_val / (norm + 1e-6)).clamp(max=1.0))
         self.grad_norm = norm.item()
         self._stop_unless_finite(self.window.nats.item() / max(self.window.tokens.item(), 1), self.grad_norm)
 
@@ -236,27 +259,36 @@ class LanguageModel(L.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint[SPEC_KEY] = {"spec": asdict(self.spec), "tokens_seen": self.tokens_seen}
 
+    def no_decay_names(self) -> set[str]:
+        """Names of the parameters without weight decay, as this module names them."""
+        return {f"{PREFIX}{name}" for name in self.decoder.no_decay_names()}
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse another model's weights; the optimizer's options are the config's, not the checkpoint's."""
+        self.refuse_other_model(checkpoint)
+        self.tokens_seen = checkpoint[SPEC_KEY]["tokens_seen"]
+        if self.trainer.training:
+            self._prefer_own_options(checkpoint)
+
+    def refuse_other_model(self, checkpoint: dict[str, Any]) -> None:
+        """Raise ValueError if a checkpoint holds another model than the config, or does not say."""
         saved = checkpoint.get(SPEC_KEY)
         if saved is None:
             raise ValueError("the checkpoint was not written by this kit: it does not say which model it holds")
         if difference := explain_difference(ModelSpec(**saved["spec"]), self.spec):
             raise ValueError(f"the checkpoint holds another model than the config: {difference}")
-        self.tokens_seen = saved["tokens_seen"]
-        self._prefer_own_options(checkpoint)
 
     def _prefer_own_options(self, checkpoint: dict[str, Any]) -> None:
-        if not self.trainer.training:
-            return
         config = self.optimizer_config
         lr = config.lr * wsd_factor(config, self.trainer.max_steps)(checkpoint["global_step"])
-        for state in checkpoint["optimizer_states"]:
-            for group in state["param_groups"]:
-                group.update(config.group_options(), initial_lr=config.lr, lr=lr)
-                group["weight_decay"] = config.weight_decay if group["weight_decay"] else 0.0
+        saved = [group for state in checkpoint.get("optimizer_states", []) for group in state["param_groups"]]
+        for group in saved:
+            group.update(config.group_options(), initial_lr=config.lr, lr=lr)
+            group["weight_decay"] = config.weight_decay if group["weight_decay"] else 0.0
+        # a sharded run's optimizer exists by now, and takes its states from the checkpoint but no options
+        live = [group for optimizer in self.trainer.optimizers for group in optimizer.param_groups]
+        for group in live:
+            group["lr"] = lr
+        n_groups = len(live) or len(saved)
         for state in checkpoint["lr_schedulers"]:
-            state.update(
-                base_lrs=[config.lr] * len(state["base_lrs"]),
-                _last_lr=[lr] * len(state["base_lrs"]),
-            )
+            state.update(base_lrs=[config.lr] * n_groups, _last_lr=[lr] * n_groups)
