@@ -73,6 +73,14 @@ def _prepare(argv: list[str]) -> None:
     _run_function("prepare", prepare, argv)
 
 
+def _bench(argv: list[str]) -> None:
+    from lit_msar.training.bench import bench
+    from lit_msar.training.command import ConfigCLI
+
+    cli = ConfigCLI(argv, bench, skip=("module", "batch_size", "seq_len"))
+    bench(cli.model, cli.datamodule.batch_size, cli.datamodule.seq_len, **cli.options)
+
+
 def _report(argv: list[str]) -> None:
     from lit_msar.analysis.report import report
 
@@ -96,6 +104,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], None], str]] = {
     "data-info": (_data_info, "tables of a prepared directory"),
     "generate": (lambda argv: _run_function("generate", generate, argv), "continue a prompt"),
     "cost": (_cost, "parameters, FLOPs and bytes of every strategy at a size"),
+    "bench": (_bench, "time a training step by part and strategy"),
     "report": (_report, "compare finished runs"),
 }
 

@@ -121,15 +121,15 @@ class Decoder(nn.Module):
         sequence = sequence_of(tokens, position, self.config)
         state = residual.begin(self.embedding(tokens, self.compute_dtype), position)
         stats: list[RouterStats] = []
-        for segment in self.segments():
+        for segment in self.segments(residual):
             state, segment_stats = self._run(segment, state, residual, sequence)
             stats.extend(segment_stats)
         output = self.head(residual.finish(state), targets)
         return DecoderOutput(output, RouterStats(*map(torch.stack, zip(*stats, strict=True))) if stats else None)
 
-    def segments(self) -> Iterator[list[Layer]]:
-        """Groups of layers between which the depth state may be cut."""
-        size = self.residual.segment_layers
+    def segments(self, residual: Residual) -> Iterator[list[Layer]]:
+        """Groups of layers between which the strategy's state may be cut."""
+        size = residual.segment_layers
         for start in range(0, self.config.n_layers, size):
             yield list(self.layers[start : start + size])
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from lit_msar.model.config import DecoderConfig
 from lit_msar.residual.base import Residual
+from lit_msar.residual.registry import strategies
 
 
 @dataclass
@@ -25,13 +26,13 @@ class ModelSpec:
         Raises:
             ValueError: no strategy of that name.
         """
-        strategies = _strategies()
-        if self.residual not in strategies:
+        known = strategies()
+        if self.residual not in known:
             raise ValueError(
                 f"the checkpoint needs the residual strategy {self.residual}, which is not among "
-                f"{', '.join(sorted(strategies))}; import the module that defines it first"
+                f"{', '.join(sorted(known))}; import the module that defines it first"
             )
-        return DecoderConfig(**self.decoder), strategies[self.residual](**self.options)
+        return DecoderConfig(**self.decoder), known[self.residual](**self.options)
 
 
 # Options that change how a model runs, not what it computes.
@@ -48,19 +49,3 @@ def explain_difference(saved: ModelSpec, wanted: ModelSpec) -> str:
             if a.get(name) != b.get(name):
                 differences.append(f"{name}: {a.get(name)} in the checkpoint, {b.get(name)} in the config")
     return "; ".join(differences[:4])
-
-
-def strategy_names() -> list[str]:
-    """Class names of all strategies that are imported, sorted."""
-    return sorted(_strategies())
-
-
-def _strategies() -> dict[str, type[Residual]]:
-    """Every subclass that implements the whole protocol, by class name."""
-    found, queue = {}, [Residual]
-    while queue:
-        cls = queue.pop()
-        queue.extend(cls.__subclasses__())
-        if cls.cost is not Residual.cost:
-            found[cls.__name__] = cls
-    return found

@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from lit_msar.errors import OneLineErrors
-from lit_msar.model.spec import strategy_names
+from lit_msar.residual.registry import strategy_names
 from lit_msar.training.checkpoint import Checkpoint
 from lit_msar.training.datamodule import TokenData
 from lit_msar.training.module import LanguageModel
@@ -83,10 +84,27 @@ class TrainCLI(LightningCLI):
 
 
 class ConfigCLI(TrainCLI):
-    """Reads a training config without making a Trainer: for commands that only look at the model and the data."""
+    """Reads a training config without making a Trainer: for commands that only look at the model and the data.
 
-    def __init__(self, args: list[str]) -> None:
+    Args:
+        args: command line.
+        function: its parameters become options beside the config's, and its docstring their help.
+        skip: parameters of `function` that are no options.
+    """
+
+    def __init__(self, args: list[str], function: Callable | None = None, skip: tuple[str, ...] = ()) -> None:
+        self._function, self._skip = function, set(skip)
         super().__init__(args=args, run=False)
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        super().add_arguments_to_parser(parser)
+        if self._function is not None:
+            self._own = parser.add_function_arguments(self._function, skip=self._skip)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the command line says of the parameters of `function`."""
+        return {name: self.config_init[name] for name in self._own}
 
     def instantiate_classes(self) -> None:
         self.config_init = self.parser.instantiate_classes(self.config)

@@ -1,0 +1,359 @@
+"""What a training step costs, by part and by residual strategy: one backbone in memory, strategies swapped in turn.
+
+Attention, MLP, embedding and head are wrapped in stamps that let the tensors through unchanged and note the time in the
+forward and, from autograd, in the backward; the time between two stamps belongs to the part they enclose. What no part
+encloses is the residual's: reads, writes, and in the backward their gradients. On a GPU the stamps are CUDA events, so
+nothing waits for the host.
+"""
+
+import csv
+import itertools
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.utils.checkpoint import set_checkpoint_early_stop
+
+from lit_msar.analysis.cost import default_strategies, training_flops_per_token
+from lit_msar.analysis.peak import peak_flops
+from lit_msar.initialization import initialize
+from lit_msar.model import Decoder
+from lit_msar.residual import Residual, Site, State
+from lit_msar.residual.registry import parse_strategies
+from lit_msar.training.module import LanguageModel
+from lit_msar.training.optim import OptimizerConfig, adamw
+from lit_msar.training.result import commit, device_name
+
+PARTS = ("attention", "mlp", "embedding", "loss", "residual", "optimizer")
+
+
+class Clock:
+    """A timeline of entering and leaving parts on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._marks: list[tuple[str | None, torch.cuda.Event | float]] = []
+
+    def mark(self, part: str | None) -> None:
+        """From here on time belongs to `part`; None leaves the current one."""
+        if self._is_cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append((part, event))
+        else:
+            self._marks.append((part, time.perf_counter()))
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Time inside belongs to `name`."""
+        self.mark(name)
+        yield
+        self.mark(None)
+
+    def read(self) -> dict[str, float]:
+        """Seconds by part since the first mark, the rest as `residual`; starts anew."""
+        if self._is_cuda:
+            torch.cuda.synchronize()
+        seconds: dict[str, float] = defaultdict(float)
+        inside: list[str] = []
+        for (part, start), (_, end) in itertools.pairwise(self._marks):
+            if part is None:
+                inside.pop()
+            else:
+                inside.append(part)
+            seconds[inside[-1]] += start.elapsed_time(end) / 1e3 if self._is_cuda else end - start
+        self._marks.clear()
+        return dict(seconds)
+
+
+class _Stamp(torch.autograd.Function):
+    """Lets a tensor through; marks the forward now and the backward when its gradient passes."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, clock: Clock, forward: str | None, backward: str | None) -> Tensor:
+        clock.mark(forward)
+        ctx.clock, ctx.part = clock, backward
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        ctx.clock.mark(ctx.part)
+        return grad, None, None, None
+
+
+class Timed(nn.Module):
+    """A part of the model between two stamps: in the forward it is entered first, in the backward left last."""
+
+    def __init__(self, part: nn.Module, name: str, clock: Clock) -> None:
+        super().__init__()
+        self.part, self.name, self.clock = part, name, clock
+
+    def forward(self, x: Tensor, *args: object) -> object:
+        if x.is_floating_point():
+            x = _Stamp.apply(x, self.clock, self.name, None)
+        else:  # token ids: no gradient flows back into them, so nothing leaves this part in the backward
+            self.clock.mark(self.name)
+        output = self.part(x, *args)
+        first, *rest = output if isinstance(output, tuple) else (output,)
+        first = _Stamp.apply(first, self.clock, None, self.name)
+        return (first, *rest) if isinstance(output, tuple) else first
+
+
+class TimedResidual(Residual):
+    """Stands in for a strategy; its calls are the residual's time also where a backward recomputes a forward."""
+
+    def __init__(self, residual: Residual, clock: Clock) -> None:
+        super().__init__()
+        object.__setattr__(self, "timed", residual)  # not a submodule: its parameters have an owner
+        self.segment_layers, self._part = residual.segment_layers, lambda: clock.part("residual")
+
+    def begin(self, x: Tensor, position: Tensor | None = None) -> State:
+        with self._part():
+            return self.timed.begin(x, position)
+
+    def read(self, state: State, site: Site) -> tuple[Tensor, State]:
+        with self._part():
+            return self.timed.read(state, site)
+
+    def write(self, state: State, site: Site, y: Tensor) -> State:
+        with self._part():
+            return self.timed.write(state, site, y)
+
+    def finish(self, state: State) -> Tensor:
+        with self._part():
+            return self.timed.finish(state)
+
+
+def time_parts(decoder: Decoder, clock: Clock) -> None:
+    """Wrap the parts of a decoder in place; it is for measuring only from then on."""
+    decoder.embedding = Timed(decoder.embedding, "embedding", clock)
+    decoder.head = Timed(decoder.head, "loss", clock)
+    for layer in decoder.layers:
+        layer.attention = Timed(layer.attention, "attention", clock)
+        layer.mlp = Timed(layer.mlp, "mlp", clock)
+
+
+@dataclass
+class BenchRow:
+    """Medians over the timed steps of one strategy; seconds, GiB."""
+
+    strategy: str
+    step: float
+    parts: dict[str, float]
+    tokens_per_second: float
+    mfu: float | None
+    peak_gib: float | None
+    loss: float
+
+
+@dataclass
+class Contestant:
+    """A strategy with its own optimizer, to be swapped into the shared backbone."""
+
+    name: str
+    residual: Residual
+    optimizer: torch.optim.Optimizer | None
+    """None where nothing is trained."""
+
+
+class Bench:
+    """One backbone, several strategies, whole training steps on random tokens.
+
+    Args:
+        module: shape, dtype, checkpointing and compile choice of the run.
+        strategies: not built yet, by name.
+        batch_size, seq_len: tokens of a step.
+        device: where it runs.
+    """
+
+    def __init__(
+        self,
+        module: LanguageModel,
+        strategies: dict[str, Residual],
+        batch_size: int,
+        seq_len: int,
+        device: torch.device,
+    ) -> None:
+        self.config, self.device = module.config, device
+        self.seq_len, self.tokens = seq_len, batch_size * seq_len
+        self.clock = Clock(device)
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        first = next(iter(strategies.values()))
+        with torch.device("meta"):
+            self.decoder = Decoder(module.config, first, dtype, module.checkpointing)
+        self.decoder.to_empty(device=device).initialize(module.seed)
+        if module.compiles:
+            self.decoder.compile_parts()
+        options = module.optimizer_config
+        backbone = nn.ModuleList([self.decoder.embedding, self.decoder.layers, self.decoder.head])
+        self.backbone_optimizer = adamw(backbone, set(), options)  # shared: its states exist once, as in a run
+        self.contestants = [self._contestant(name, s, s is first, options) for name, s in strategies.items()]
+        time_parts(self.decoder, self.clock)
+        vocab = module.config.vocab_size
+        generator = torch.Generator().manual_seed(0)
+        stream = torch.randint(vocab, (batch_size, seq_len + 1), generator=generator).to(device)
+        self.inputs, self.targets = stream[:, :-1].contiguous(), stream[:, 1:].contiguous()
+
+    def _contestant(self, name: str, residual: Residual, is_built: bool, options: OptimizerConfig) -> Contestant:
+        if not is_built:
+            with torch.device("meta"):
+                residual.build(self.config.d_model, self.config.n_layers)
+            residual.to_empty(device=self.device)
+            initialize(residual, seed=0)
+        trained = [p for p in residual.parameters() if p.requires_grad]
+        optimizer = adamw(residual, set(), options) if trained else None
+        return Contestant(name, residual, optimizer)
+
+    def step(self, contestant: Contestant) -> tuple[dict[str, float], float]:
+        """One training step: seconds by part, and the loss."""
+        residual = TimedResidual(contestant.residual, self.clock)
+        optimizers = [o for o in (self.backbone_optimizer, contestant.optimizer) if o is not None]
+        self.clock.mark("residual")
+        # a recomputation that stopped early would leave a part it never entered
+        with set_checkpoint_early_stop(False):
+            loss = self.decoder(self.inputs, self.targets, residual=residual).output.sum() / self.targets.numel()
+            loss.backward()
+        self.clock.mark(None)  # the embedding, whose backward is the last to be entered
+        with self.clock.part("optimizer"):
+            grads = [p.grad for o in optimizers for g in o.param_groups for p in g["params"] if p.grad is not None]
+            norm = torch.nn.utils.get_total_norm(grads)
+            torch._foreach_mul_(grads, (1.0 / norm).clamp(max=1.0))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        self.clock.mark(None)
+        return self.clock.read(), loss.item()
+
+    def run(
+        self, warmup: int, steps: int, rounds: int, progress: Callable[[str], None] = lambda _: None
+    ) -> list[BenchRow]:
+        """Interleaved: in every round each strategy takes `steps` timed steps, after `warmup` in the first."""
+        times: dict[str, list[dict[str, float]]] = defaultdict(list)
+        losses, peaks = {}, {}
+        for round_index in range(rounds):
+            for contestant in self.contestants:
+                progress(f"round {round_index + 1}/{rounds}: {contestant.name}")
+                for _ in range(warmup if round_index == 0 else 1):
+                    self.step(contestant)
+                if self.device.type == "cuda":
+                    torch.cuda.reset_peak_memory_stats()
+                for _ in range(steps):
+                    parts, losses[contestant.name] = self.step(contestant)
+                    times[contestant.name].append(parts)
+                if self.device.type == "cuda":
+                    peaks[contestant.name] = torch.cuda.max_memory_allocated() / 2**30
+        return [self._row(c, times[c.name], peaks.get(c.name), losses[c.name]) for c in self.contestants]
+
+    def _row(self, contestant: Contestant, times: list[dict[str, float]], peak: float | None, loss: float) -> BenchRow:
+        step = statistics.median(sum(parts.values()) for parts in times)
+        parts = {name: statistics.median(t.get(name, 0.0) for t in times) for name in PARTS}
+        flops = training_flops_per_token(self.config, contestant.residual, self.seq_len) * self.tokens
+        device_peak = peak_flops(self.device)
+        mfu = flops / step / device_peak if device_peak else None
+        return BenchRow(contestant.name, step, parts, self.tokens / step, mfu, peak, loss)
+
+    def trace(self, contestant: Contestant, path: Path) -> None:
+        """One step through the torch profiler, as a Chrome trace."""
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self.device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        with torch.profiler.profile(activities=activities) as profile:
+            self.step(contestant)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        profile.export_chrome_trace(str(path))
+
+
+def bench_table(rows: list[BenchRow]) -> Table:
+    """Milliseconds per step by part; the last columns compare with the first row."""
+    table = Table(title="Training step, median milliseconds")
+    table.add_column("strategy")
+    for heading in ("step", *PARTS, "tokens/s", "MFU", "peak GiB", f"step over {rows[0].strategy}", "peak over"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        peak = "-" if row.peak_gib is None else f"{row.peak_gib:.2f}"
+        peak_ratio = "-" if row.peak_gib is None else f"{row.peak_gib / rows[0].peak_gib:.3f}"
+        table.add_row(
+            row.strategy,
+            f"{1e3 * row.step:.1f}",
+            *(f"{1e3 * row.parts[name]:.1f}" for name in PARTS),
+            f"{row.tokens_per_second:,.0f}",
+            "-" if row.mfu is None else f"{100 * row.mfu:.1f} %",
+            peak,
+            f"{row.step / rows[0].step:.3f}",
+            peak_ratio,
+        )
+    return table
+
+
+def write_csv(rows: list[BenchRow], path: Path, about: dict[str, object]) -> None:
+    """One line per strategy: what was measured, then `about` (device, versions, shape)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(
+            [
+                "strategy",
+                "step_seconds",
+                *(f"{p}_seconds" for p in PARTS),
+                "tokens_per_second",
+                "mfu",
+                "peak_gib",
+                *about,
+            ]
+        )
+        for row in rows:
+            parts = [row.parts[name] for name in PARTS]
+            writer.writerow(
+                [row.strategy, row.step, *parts, row.tokens_per_second, row.mfu, row.peak_gib, *about.values()]
+            )
+
+
+def bench(
+    module: LanguageModel,
+    batch_size: int,
+    seq_len: int,
+    residual: str | None = None,
+    steps: int = 10,
+    warmup: int = 5,
+    rounds: int = 3,
+    output: str | None = None,
+    trace: bool = False,
+) -> list[BenchRow]:
+    """Time whole training steps of several strategies over one backbone, by part, and print a table.
+
+    Args:
+        residual: strategies by class name, options in brackets, as "A, B(block_size=2)"; the first is what the others
+            are compared with. Default: those of the literature.
+        steps: timed steps of a strategy in a round.
+        warmup: steps before the first timed one.
+        rounds: times that every strategy has its turn.
+        output: directory for bench.csv and traces; null for none.
+        trace: write a Chrome trace of one step of each strategy to `output`.
+    """
+    for name, value, least in (("steps", steps, 1), ("warmup", warmup, 0), ("rounds", rounds, 1)):
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+    if trace and output is None:
+        raise ValueError("trace needs --output DIR to write to")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    strategies = default_strategies() if residual is None else parse_strategies(residual)
+    run = Bench(module, strategies, batch_size, seq_len, device)
+    console = Console(width=180)
+    with console.status("") as status:
+        rows = run.run(warmup, steps, rounds, status.update)
+    console.print(bench_table(rows))
+    if output is not None:
+        about = {"device": device_name(device), "torch": torch.__version__, "commit": commit()}
+        about |= {"batch_size": batch_size, "seq_len": seq_len, "model": module.spec.decoder}
+        write_csv(rows, Path(output) / "bench.csv", about)
+        for contestant in run.contestants if trace else ():
+            run.trace(contestant, Path(output) / f"trace-{contestant.name}.json.gz")
+    return rows

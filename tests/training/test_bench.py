@@ -1,0 +1,69 @@
+import csv
+import itertools
+
+import pytest
+import torch
+from training.conftest import module_of
+
+from lit_msar.residual import MSAR, Vanilla
+from lit_msar.residual.registry import parse_strategies
+from lit_msar.training import bench as bench_module
+from lit_msar.training.bench import PARTS, Bench, bench
+
+
+def bench_of(strategies="Vanilla, MSAR(block_size=2)", **options):
+    return Bench(module_of(**options), parse_strategies(strategies), 2, 16, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_every_interval_belongs_to_the_part_that_encloses_it(monkeypatch, checkpointing):
+    """With a clock that ticks once per mark, a part's time counts its intervals: forward, backward, recomputation."""
+    run = bench_of(checkpointing=checkpointing)
+    monkeypatch.setattr(bench_module.time, "perf_counter", itertools.count().__next__)
+    parts, _ = run.step(run.contestants[1])
+    n_layers = run.config.n_layers
+    passes = 2 if checkpointing == "none" else 3
+    assert parts["attention"] == passes * n_layers
+    assert parts["embedding"] == parts["loss"] == 2
+    if checkpointing == "none":
+        assert parts["mlp"] == passes * n_layers
+    else:  # a layer is recomputed inside the backward of its MLP, whose time it cuts in pieces
+        assert parts["mlp"] > passes * n_layers
+    assert parts["optimizer"] == 1
+    assert set(parts) == set(PARTS)
+
+
+def test_stamps_change_no_gradient():
+    timed, plain = bench_of("MSAR(block_size=2)"), module_of(MSAR(block_size=2))
+    plain.configure_model()
+    for decoder in (timed.decoder, plain.decoder):
+        decoder(timed.inputs, timed.targets).output.sum().backward()
+    for ours, expected in zip(timed.decoder.parameters(), plain.decoder.parameters(), strict=True):
+        assert torch.equal(ours.grad, expected.grad)
+
+
+def test_strategies_share_one_backbone_and_learn(tmp_path):
+    run = bench_of()
+    first, last = (contestant.residual for contestant in run.contestants)
+    assert isinstance(first, Vanilla)
+    assert isinstance(last, MSAR)
+    rows = run.run(warmup=1, steps=3, rounds=2)
+    assert [row.strategy for row in rows] == ["Vanilla", "MSAR(block_size=2)"]
+    for row in rows:
+        assert row.loss < 5.7
+        assert row.tokens_per_second == pytest.approx(32 / row.step)
+        assert sum(row.parts.values()) == pytest.approx(row.step, rel=0.5)
+
+
+def test_command_writes_rows_and_traces(tmp_path):
+    bench(module_of(), 1, 8, "Vanilla", steps=1, warmup=0, rounds=1, output=str(tmp_path), trace=True)
+    rows = list(csv.DictReader((tmp_path / "bench.csv").open()))
+    assert [row["strategy"] for row in rows] == ["Vanilla"]
+    assert float(rows[0]["step_seconds"]) > 0
+    assert (tmp_path / "trace-Vanilla.json.gz").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("options", [{"steps": 0}, {"rounds": 0}, {"warmup": -1}, {"trace": True}], ids=str)
+def test_wrong_options_are_refused_by_name(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        bench(module_of(), 1, 8, **options)
