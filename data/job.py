@@ -102,6 +102,13 @@ class Job:
         os.close(self._lock)
 
 
+def sweep(output: Path) -> None:
+    """Removes what a process left that was killed after its output had got its name; one that waits tries again."""
+    partial = output.with_name(output.name + ".partial")
+    if partial.is_dir() and not (partial / "data").exists():
+        shutil.rmtree(partial, ignore_errors=True)
+
+
 def write_atomic(path: Path, text: str | bytes) -> None:
     """Writes a file as a whole or not at all."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")

@@ -12,7 +12,7 @@ from typing import Literal
 
 from data.documents import BadLine, Tokenized, bad_line, documents, split_of
 from data.inputs import Block, Input, find_inputs
-from data.job import JOURNAL_SECONDS, Job, write_atomic
+from data.job import JOURNAL_SECONDS, Job, sweep, write_atomic
 from data.pool import TokenizerPool
 from data.progress import PrepareProgress, each
 from data.python_source import python_inputs
@@ -151,6 +151,7 @@ def _make(
     skip_bad_lines: bool,
 ) -> Manifest:
     if (done := _finished(target, identity)) is not None:
+        sweep(target)
         print(f"{target}: already prepared")
         return done
     job = Job(target, identity, print)

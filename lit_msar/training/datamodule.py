@@ -7,6 +7,7 @@ reads which. Lightning's own loader state is not used: it is rank 0's alone, cou
 
 import hashlib
 import math
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from data.order import Mixture, Shuffle, quotas_of
 from data.remote import fetch_manifest, fetch_shards, is_remote
-from data.shards import Manifest, Shard, check_size, load_manifest
+from data.shards import Manifest, check_size, load_manifest
 from data.split import TokenSplit
 from data.tokenizer import Tokenizer, load_tokenizer
 from data.verify import verify_once
@@ -134,14 +135,23 @@ class TokenData(pl.LightningDataModule):
         return load_tokenizer(self.root)
 
     @cached_property
-    def train_split(self) -> TokenSplit:
-        if not self.manifest.splits.get("train"):
+    def used(self) -> Manifest:
+        """The manifest without training sets that `weights` leave out: they are neither checked, copied nor read."""
+        sets = self.manifest.splits.get("train", [])
+        if not sets:
             raise ValueError(f"data {self.path}: holds no training set")
-        return TokenSplit(self.root, self.manifest, "train", self.seq_len, self.packing, self._index_dir)
+        if self.weights is not None:
+            check_weights(self.weights, [s.name for s in sets], self.path)
+            sets = [s for s in sets if self.weights.get(s.name)]
+        return replace(self.manifest, splits={"train": sets, "val": self.manifest.splits.get("val", [])})
+
+    @cached_property
+    def train_split(self) -> TokenSplit:
+        return TokenSplit(self.root, self.used, "train", self.seq_len, self.packing, self._index_dir)
 
     @cached_property
     def val_split(self) -> TokenSplit:
-        return TokenSplit(self.root, self.manifest, "val", self.seq_len, self.packing, self._index_dir)
+        return TokenSplit(self.root, self.used, "val", self.seq_len, self.packing, self._index_dir)
 
     @property
     def _index_dir(self) -> Path | None:
@@ -150,55 +160,31 @@ class TokenData(pl.LightningDataModule):
     @cached_property
     def order(self) -> Shuffle | Mixture:
         """Set and sample at each position of the run."""
-        split = self.train_split
+        sizes = self.train_split.sizes
         if self.weights is None:
-            return Shuffle(split.sizes, self.seed)
-        return Mixture(split.sizes, self._weight_list(), self.seed)
-
-    def _weight_list(self) -> list[float]:
-        weights, names = self.weights or {}, [s.name for s in self.manifest.splits.get("train", [])]
-        unknown = sorted(set(weights) - set(names))
-        if unknown:
-            raise ValueError(f"data.weights: no training set {unknown[0]!r} in {self.path}; it has {', '.join(names)}")
-        bad = {name: w for name, w in weights.items() if not (math.isfinite(w) and w >= 0)}
-        if bad or not any(weights.values()):
-            raise ValueError(f"data.weights must be finite, not negative and not all zero, got {bad or weights}")
-        values = [float(weights.get(name, 0.0)) for name in names]
-        for name, value, quota in zip(names, values, quotas_of(values), strict=True):
-            if value > 0 and quota == 0:
-                raise ValueError(
-                    f"data.weights: the share of {name!r} is below one in a million; raise it or leave the set out"
-                )
-        return values
+            return Shuffle(sizes, self.seed)
+        return Mixture(sizes, [float(self.weights[s.name]) for s in self.train_split.sets], self.seed)
 
     # Lightning's hooks.
 
     def prepare_data(self) -> None:
         """Checks the shards, and copies remote ones; once per node, before training."""
-        shards = self._used_shards()
         if is_remote(self.path):
-            fetch_shards(self.path, self.root, self.manifest, shards)
+            fetch_shards(self.path, self.root, self.used, self.used.shards())
         elif self.verify == "hash":
-            verify_once(self.root, self.manifest, shards)
+            verify_once(self.root, self.used)
+        if self.packing == "document":
+            _ = self.train_split, self.val_split  # computes where samples start, once instead of on every rank
 
     def setup(self, stage: str) -> None:
-        for shard in self._used_shards():
+        for shard in self.used.shards():
             check_size(self.root, shard, self.manifest.token_bytes)
         if stage == "fit":
             _ = self.order  # what is wrong with the options shows before the model is built
             if self.trainer is not None:
+                # First in the list: checkpoint callbacks save what it counts.
                 others = [c for c in self.trainer.callbacks if not isinstance(c, _Position)]
-                self.trainer.callbacks[:] = [
-                    _Position(self),
-                    *others,
-                ]  # first: checkpoint callbacks save what it counts
-
-    def _used_shards(self) -> list[Shard]:
-        left_out = {name for name in self.set_names if self.weights is not None and not self.weights.get(name)}
-        sets = [s for s in self.manifest.splits.get("train", []) if s.name not in left_out] + self.manifest.splits.get(
-            "val", []
-        )
-        return [shard for s in sets for shard in s.shards]
+                self.trainer.callbacks[:] = [_Position(self), *others]
 
     def train_dataloader(self) -> "TrainLoader":
         self._train_loader = TrainLoader(self)
@@ -263,14 +249,28 @@ class TokenData(pl.LightningDataModule):
 
     def _order_identity(self) -> dict[str, Any]:
         """All that determines the order of samples, of plain types."""
-        shards = [shard.sha256 for s in self.manifest.splits.get("train", []) for shard in s.shards]
+        sets = self.used.splits["train"]
+        shards = [shard.sha256 for s in sets for shard in s.shards]
         return {
             "shards": hashlib.sha256(" ".join(shards).encode()).hexdigest()[:16],
             "seed": self.seed,
             "seq_len": self.seq_len,
             "packing": self.packing,
-            "weights": None if self.weights is None else self._weight_list(),
+            "weights": None if self.weights is None else {s.name: float(self.weights[s.name]) for s in sets},
         }
+
+
+def check_weights(weights: dict[str, float], names: list[str], where: str) -> None:
+    """Raises ValueError where `weights` name another set than `names`, or are no mixture of millionths."""
+    unknown = sorted(set(weights) - set(names))
+    if unknown:
+        raise ValueError(f"data.weights: no training set {unknown[0]!r} in {where}; it has {', '.join(names)}")
+    bad = {name: w for name, w in weights.items() if not (math.isfinite(w) and w >= 0)}
+    if bad or not any(weights.values()):
+        raise ValueError(f"data.weights must be finite, not negative and not all zero, got {bad or weights}")
+    for (name, weight), quota in zip(weights.items(), quotas_of(list(weights.values())), strict=True):
+        if weight > 0 and quota == 0:
+            raise ValueError(f"data.weights: {name!r} has less than one in a million; raise it or leave the set out")
 
 
 class _Position(pl.Callback):

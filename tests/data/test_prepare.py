@@ -229,6 +229,18 @@ def test_tokenizer_of_another_killed_job_is_not_taken_over(tmp_path: Path) -> No
     assert not other.partial.exists()
 
 
+def test_kill_after_the_output_got_its_name_leaves_nothing_for_long(
+    tmp_path: Path, write_jsonl: Callable, model_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_jsonl("a.jsonl", ["text"])
+    with monkeypatch.context() as patch:
+        patch.setattr(Job, "discard", lambda job: os.close(job._lock))
+        run(tmp_path, tokenizer=str(model_file))
+    assert (tmp_path / "out.partial").exists()
+    run(tmp_path, tokenizer=str(model_file))
+    assert not (tmp_path / "out.partial").exists()
+
+
 def test_bad_line_stops_cleanly_or_is_counted(
     tmp_path: Path, write_jsonl: Callable, model_file: Path, capsys: pytest.CaptureFixture
 ) -> None:

@@ -1,9 +1,11 @@
 """The datamodule under a real Trainer: every sample once, and the same order after any resume."""
 
 import itertools
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import fsspec
 import lightning.pytorch as pl
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from data.shards import Manifest, ShardWriter
+from data.shards import Manifest, ShardWriter, hash_file, load_manifest
 from data.verify import RECORD
 from lit_msar.training.datamodule import TokenData
 
@@ -362,7 +364,7 @@ def test_mixture_leaves_sets_out_and_keeps_weights(prepared: Path) -> None:
         ({"weights": {"verse": 1.0}}, "no training set 'verse'"),
         ({"weights": {"code": -1.0}}, "must be finite, not negative"),
         ({"weights": {"code": 0.0}}, "not all zero"),
-        ({"weights": {"code": 1.0, "books": 1e-9}}, "'books' is below one in a million"),
+        ({"weights": {"code": 1.0, "books": 1e-9}}, "'books' has less than one in a million"),
         ({"packing": "tight"}, "packing must be chunk or document"),
     ],
     ids=lambda x: "-".join(f"{k}" for k in x) if isinstance(x, dict) else None,
@@ -390,6 +392,31 @@ def test_damaged_and_truncated_shards_stop_before_training(tmp_path: Path) -> No
     shard.write_bytes(good)
     TokenData(str(tmp_path), seq_len=SEQ_LEN).prepare_data()
     assert (tmp_path / RECORD).is_file()
+
+
+def test_sets_that_are_left_out_are_not_needed(tmp_path: Path) -> None:
+    write_prepared(tmp_path)
+    shutil.rmtree(tmp_path / "train/books")
+    data = TokenData(str(tmp_path), seq_len=SEQ_LEN, weights={"code": 1.0}, packing="document", workers=0)
+    data.prepare_data()
+    data.setup("fit")
+    assert set(next(iter(data.train_dataloader()))["set_id"].tolist()) == {1}
+    assert data.set_names == ["books", "code", "poems"]
+    with pytest.raises(FileNotFoundError, match=r"train/books/shard-00000.bin: missing"):
+        TokenData(str(tmp_path), seq_len=SEQ_LEN).setup("fit")
+
+
+def test_remote_data_trains_like_local_data(tmp_path: Path, uninterrupted: list[int]) -> None:
+    write_prepared(tmp_path / "local")
+    (tmp_path / "local/tokenizer.model").touch()
+    manifest = load_manifest(tmp_path / "local")
+    manifest.tokenizer["sha256"] = hash_file(tmp_path / "local/tokenizer.model")
+    (tmp_path / "local/manifest.json").write_text(manifest.to_json())
+    fs = fsspec.filesystem("memory")
+    fs.put(str(tmp_path / "local"), "/trained/data", recursive=True)
+    options = {"cache_dir": str(tmp_path / "cache")}
+    seen, _, _ = fit("memory://trained/data", tmp_path / "run", 5, data=options)
+    assert seen == uninterrupted[:20]
 
 
 def test_bytes_per_token_is_in_the_order_of_set_names(prepared: Path) -> None:
