@@ -26,6 +26,7 @@ import numpy as np
 from data.documents import documents
 from data.inputs import find_inputs
 from data.order import Lookahead, Shuffle
+from data.pool import available_cores
 from data.prepare import prepare
 from data.shards import SHARD_TOKENS, Manifest, Shard, ShardSet, check_size, load_manifest
 from data.split import TokenSplit
@@ -271,7 +272,7 @@ def main(arguments: list[str] | None = None) -> None:
     tokenize = commands.add_parser("tokenize", help="prepare against the bare tokenizer library")
     tokenize.add_argument("--input", required=True, help="documents, as of prepare")
     tokenize.add_argument("--tokenizer", required=True, help="tokenizer file or prepared directory")
-    tokenize.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (one per core)")
+    tokenize.add_argument("--workers", type=int, default=available_cores(), help="processes (one per core)")
     tokenize.add_argument("--megabytes", type=float, default=60.0, help="text to tokenize (MB, default 60)")
     load = commands.add_parser("load", help="samples against a memmap loop")
     load.add_argument("--tokens", type=int, default=200_000_000, help="size of the data (tokens, default 2e8)")

@@ -19,6 +19,11 @@ from data.worker import receive, send
 IN_FLIGHT_BYTES = 1 << 26  # of text handed out and not yet written: 64 MiB, or one longer line
 
 
+def available_cores() -> int:
+    """Cores that this process may use; a batch system often gives fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class TokenizerPool:
     """`workers` processes that tokenize blocks; results come in the order of the blocks."""
 

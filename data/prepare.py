@@ -4,7 +4,6 @@ One process reads the inputs in order and cuts them into blocks, others tokenize
 in order: so the output depends neither on the number of workers nor on interruptions.
 """
 
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Literal
 from data.documents import BadLine, Tokenized, bad_line, documents, split_of
 from data.inputs import Block, Input, find_inputs
 from data.job import JOURNAL_SECONDS, Job, sweep, write_atomic
-from data.pool import TokenizerPool
+from data.pool import TokenizerPool, available_cores
 from data.progress import PrepareProgress, each
 from data.python_source import python_inputs
 from data.shards import SHARD_TOKENS, VERSION, Manifest, ShardWriter, check_content, hash_file, load_manifest, safe_name
@@ -108,7 +107,7 @@ def verify_shards(output: Path) -> Manifest:
     manifest = load_manifest(output)
     shards = manifest.shards()
     sizes = [shard.tokens * manifest.token_bytes for shard in shards]
-    each("checking shards", shards, lambda s: check_content(output, s, manifest), sizes, min(8, os.cpu_count() or 1))
+    each("checking shards", shards, lambda s: check_content(output, s, manifest), sizes, min(8, available_cores()))
     print(f"{output}: {len(shards)} shards are as the manifest says")
     return manifest
 
@@ -163,7 +162,7 @@ def _make(
         model = _tokenizer(job, inputs, identity, tokenizer, vocab_size, tokenizer_bytes, skip_bad_lines)
         run = Preparation(job, inputs, model, identity)
         with PrepareProgress(sum(i.size for i, _ in inputs)) as progress:
-            run.run(workers or os.cpu_count() or 1, skip_bad_lines, progress)
+            run.run(workers or available_cores(), skip_bad_lines, progress)
         manifest = run.finish()
     except BaseException:
         job.keep()
