@@ -51,6 +51,8 @@ class Job:
         else:  # what is there is not known to be this job's
             shutil.rmtree(self.data, ignore_errors=True)
         self.data.mkdir(exist_ok=True)
+        for draft in self.data.glob(".*"):  # of a file that was being written
+            draft.unlink()
 
     def _acquire(self, say: Callable[[str], None]) -> int:
         said = False

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -64,10 +65,8 @@ class TokenizerPool:
             while pending and (len(pending) >= 3 * self.workers or n_bytes + len(block.data) > IN_FLIGHT_BYTES):
                 n_bytes -= len(pending[0][1].data)
                 yield self._pop(pending)
-            header = {key: where[key] for key in ("name", "is_text", "split")} | {
-                "line": block.line,
-                "skip": self._skip,
-            }
+            header = {key: where[key] for key in ("name", "is_text", "split")}
+            header |= {"line": block.line, "skip": self._skip}
             future: Future = Future()
             self._tasks.put((header, block.data, future))
             pending.append((where, block, future))
@@ -83,10 +82,8 @@ class TokenizerPool:
     def _serve(self, process: subprocess.Popen, setup: tuple) -> None:
         """Feeds one process; once it has failed, answers with that failure, so that no future waits for ever."""
         failure = None
-        try:
+        with contextlib.suppress(OSError):  # the first block will find out
             send(process.stdin, setup)
-        except OSError as e:
-            failure = e
         while (task := self._tasks.get()) is not None:
             header, data, future = task
             del task
@@ -132,6 +129,7 @@ class TokenizerPool:
 
 def _epitaph(process: subprocess.Popen, header: dict) -> str:
     code = process.wait()
-    why = f"signal {-code} (out of memory?)" if code < 0 else f"exit code {code}"
     where = f"{header['name']} from line {header['line']} on"
-    return f"a tokenizing process ended with {why} at {where}; fewer --workers need less memory"
+    if code == -signal.SIGKILL:
+        return f"a tokenizing process was killed (signal 9) at {where}; if memory ran out, use fewer --workers"
+    return f"a tokenizing process ended with exit code {code} at {where}; what it said is above"
