@@ -43,7 +43,7 @@ def generate(
     ended = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
     for _ in range(max_new_tokens):
         context = tokens if max_context is None else tokens[:, -max_context:]
-        logits = model(context).output[:, -1].float()  # [B, V]
+        logits = model(context).logits[:, -1].float()  # [B, V]
         picked = pick(logits, temperature, top_p, generator)
         if stop_id is not None:
             picked = torch.where(ended, stop_id, picked)

@@ -12,7 +12,7 @@ from lit_msar.initialization import Initialized, initialize, normal
 from lit_msar.model.attention import Attention, Sequence, sequence_of
 from lit_msar.model.config import DecoderConfig
 from lit_msar.model.layers import RMSNorm
-from lit_msar.model.loss import token_losses
+from lit_msar.model.loss import Losses, cross_entropy
 from lit_msar.model.moe import DenseMLP, MoE, RouterStats
 from lit_msar.residual.base import Residual, State, sites
 
@@ -55,19 +55,21 @@ class Head(Initialized):
         self.norm = RMSNorm(config.d_model, config.norm_eps)
         self.declare("weight", (config.vocab_size, config.d_model), normal(config.init_std))
 
-    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Logits [B, T, V] of x [B, T, D] in its dtype, or with targets [B, T] the loss of each, [B, T] in fp32."""
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor | Losses:
+        """Logits [B, T, V] of x [B, T, D] in its dtype, or with targets [B, T] their losses."""
         hidden = self.norm(x)
         if targets is None:
             return F.linear(hidden, self.weight.to(hidden.dtype))
-        return token_losses(hidden, self.weight, targets)
+        return cross_entropy(hidden, self.weight, targets)
 
 
 class DecoderOutput(NamedTuple):
     """What one forward gives."""
 
-    output: Tensor
-    """Logits [B, T, V] in the compute dtype, or with targets the losses [B, T] in fp32 nats, 0 where masked."""
+    logits: Tensor | None
+    """[B, T, V] in the compute dtype; None where targets are given."""
+    losses: Losses | None
+    """Sum and single losses; None without targets."""
     router: RouterStats | None
     """Statistics of all MoE layers, stacked in front ([n_moe_layers, ..]); None for a dense model."""
 
@@ -125,7 +127,8 @@ class Decoder(nn.Module):
             state, segment_stats = self._run(segment, state, residual, sequence)
             stats.extend(segment_stats)
         output = self.head(residual.finish(state), targets)
-        return DecoderOutput(output, RouterStats(*map(torch.stack, zip(*stats, strict=True))) if stats else None)
+        router = RouterStats(*map(torch.stack, zip(*stats, strict=True))) if stats else None
+        return DecoderOutput(output, None, router) if targets is None else DecoderOutput(None, output, router)
 
     def segments(self, residual: Residual) -> Iterator[list[Layer]]:
         """Groups of layers between which the strategy's state may be cut."""

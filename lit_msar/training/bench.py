@@ -26,6 +26,7 @@ from lit_msar.analysis.cost import default_strategies, training_flops_per_token
 from lit_msar.analysis.peak import peak_flops
 from lit_msar.initialization import initialize
 from lit_msar.model import Decoder
+from lit_msar.model.loss import Losses
 from lit_msar.residual import Residual, Site, State
 from lit_msar.residual.registry import parse_strategies
 from lit_msar.training.module import LanguageModel
@@ -102,9 +103,11 @@ class Timed(nn.Module):
         else:  # token ids: no gradient flows back into them, so nothing leaves this part in the backward
             self.clock.mark(self.name)
         output = self.part(x, *args)
-        first, *rest = output if isinstance(output, tuple) else (output,)
-        first = _Stamp.apply(first, self.clock, None, self.name)
-        return (first, *rest) if isinstance(output, tuple) else first
+        if isinstance(output, Losses):
+            return output._replace(total=_Stamp.apply(output.total, self.clock, None, self.name))
+        if isinstance(output, tuple):  # an MLP's output and its router's statistics
+            return (_Stamp.apply(output[0], self.clock, None, self.name), *output[1:])
+        return _Stamp.apply(output, self.clock, None, self.name)
 
 
 class TimedResidual(Residual):
@@ -219,7 +222,7 @@ class Bench:
         self.clock.mark("residual")
         # a recomputation that stopped early would leave a part it never entered
         with set_checkpoint_early_stop(False):
-            loss = self.decoder(self.inputs, self.targets, residual=residual).output.sum() / self.targets.numel()
+            loss = self.decoder(self.inputs, self.targets, residual=residual).losses.total / self.targets.numel()
             loss.backward()
         self.clock.mark(None)  # the embedding, whose backward is the last to be entered
         with self.clock.part("optimizer"):

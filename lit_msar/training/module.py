@@ -161,14 +161,14 @@ class LanguageModel(L.LightningModule):
 
     def training_step(self, batch: Batch, batch_index: int) -> Tensor:
         """Sum of losses over a constant; the optimizer step divides by the true count (see `_finish_gradients`)."""
-        losses, router = self(batch)
+        _, losses, router = self(batch)
         targets = batch["targets"]
         n_tokens = (targets != IGNORED).sum()
-        loss = losses.sum()
+        loss = losses.total
         if self.window is None:
             self.window = StepWindow(torch.zeros_like(n_tokens), torch.zeros_like(loss), targets.numel())
         self.window.add(loss, n_tokens, router)
-        self.train_loss.update(losses, targets, batch["set_id"])
+        self.train_loss.update(losses.each, targets, batch["set_id"])
         if self.aux_loss_coef and router is not None:
             loss = loss + self.aux_loss_coef * n_tokens * router.aux_loss.sum()
         # Lightning divides by accumulate_grad_batches; undo it, so that a shorter last window is no special case
@@ -229,7 +229,7 @@ class LanguageModel(L.LightningModule):
     # ------------------------------------------------------------------------------------------ evaluation
 
     def validation_step(self, batch: Batch, batch_index: int) -> None:
-        self.val_loss.update(self(batch).output, batch["targets"], batch["set_id"])
+        self.val_loss.update(self(batch).losses.each, batch["targets"], batch["set_id"])
 
     def on_validation_epoch_end(self) -> None:
         self._log_evaluation("val")
@@ -249,7 +249,7 @@ class LanguageModel(L.LightningModule):
     def predict_step(self, batch: Batch, batch_index: int) -> dict[str, Tensor]:
         """Log-likelihood in nats and token count of every sequence, with the set it belongs to."""
         return {
-            "log_likelihood": -self(batch).output.sum(1),
+            "log_likelihood": -self(batch).losses.each.sum(1),
             "tokens": (batch["targets"] != IGNORED).sum(1),
             "set_id": batch["set_id"],
         }

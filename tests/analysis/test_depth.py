@@ -21,9 +21,9 @@ def test_maps_of_zero_queries_are_the_uniform_mean_over_what_a_read_sees():
 def test_observing_changes_no_output():
     model = small_decoder(MSAR(block_size=2))
     tokens = torch.randint(97, (2, 9))
-    before = model(tokens).output
+    before = model(tokens).logits
     depth_maps(model, tokens)
-    assert torch.equal(before, model(tokens).output)
+    assert torch.equal(before, model(tokens).logits)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ def test_greedy_continuation_takes_the_likeliest_token_of_a_full_forward():
     tokens = generate(model, prompt, 4, temperature=0)
     assert torch.equal(tokens[:, :5], prompt)
     for t in range(5, 9):
-        assert torch.equal(tokens[:, t], model(tokens[:, :t]).output[:, -1].argmax(-1))
+        assert torch.equal(tokens[:, t], model(tokens[:, :t]).logits[:, -1].argmax(-1))
 
 
 def test_a_seed_fixes_the_sample():

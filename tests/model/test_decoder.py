@@ -58,7 +58,7 @@ def test_initial_loss_is_near_the_logarithm_of_the_vocabulary():
     d_model, vocab = 256, 4096
     model = small_decoder(MSAR(), d_model=d_model, vocab_size=vocab, n_heads=8, head_dim=32)
     tokens, targets = batch(T=256, vocab=vocab)
-    loss = model(tokens, targets).output.mean().item()
+    loss = model(tokens, targets).losses.each.mean().item()
     assert loss == pytest.approx(math.log(vocab) + 0.0002 * d_model, rel=0.02)
 
 
@@ -69,7 +69,7 @@ def test_checkpointing_changes_no_gradient_and_counts_load_once(residual):
     for checkpointing in ("none", "full"):
         model = small_decoder(residual(), checkpointing=checkpointing)
         out = model(tokens, targets)
-        out.output.sum().backward()
+        out.losses.total.backward()
         assert out.router.load.sum(1).tolist() == [2 * 13 * 2] * 2
         results.append({name: p.grad for name, p in model.named_parameters()})
     for name, grad in results[0].items():
@@ -79,8 +79,8 @@ def test_checkpointing_changes_no_gradient_and_counts_load_once(residual):
 def test_losses_are_the_cross_entropy_of_the_logits():
     model = small_decoder()
     tokens, targets = batch()
-    logits = model(tokens).output
-    losses = model(tokens, targets).output
+    logits = model(tokens).logits
+    losses = model(tokens, targets).losses.each
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
     torch.testing.assert_close(losses.flatten(), expected)
 
@@ -90,7 +90,7 @@ def test_a_later_token_changes_no_earlier_logit():
     tokens, _ = batch()
     changed = tokens.clone()
     changed[:, 7] = (changed[:, 7] + 1) % 97
-    a, b = model(tokens).output, model(changed).output
+    a, b = model(tokens).logits, model(changed).logits
     # not bitwise: the experts' products sum in another order when other tokens join them
     torch.testing.assert_close(a[:, :7], b[:, :7], rtol=0, atol=1e-13)
     assert ((a - b).abs()[:, 7:] > 1e-6).any(-1).all()
@@ -100,8 +100,8 @@ def test_packed_documents_equal_documents_alone():
     model = small_decoder(MSAR(), dtype=torch.float64)
     tokens, _ = batch(T=20)
     position = torch.cat([torch.arange(8), torch.arange(12)]).expand(2, 20)
-    packed = model(tokens, position=position).output
-    alone = torch.cat([model(tokens[:, :8]).output, model(tokens[:, 8:]).output], dim=1)
+    packed = model(tokens, position=position).logits
+    alone = torch.cat([model(tokens[:, :8]).logits, model(tokens[:, 8:]).logits], dim=1)
     torch.testing.assert_close(packed, alone, rtol=0, atol=1e-6)  # RoPE angles are fp32
 
 
@@ -122,7 +122,7 @@ def test_two_runs_are_bitwise_equal():
     grads = []
     for _ in range(2):
         model = small_decoder(MSAR())
-        model(tokens, targets).output.sum().backward()
+        model(tokens, targets).losses.total.backward()
         grads.append([p.grad for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
@@ -131,10 +131,10 @@ def test_compute_dtype_is_kept_through_depth():
     model = Decoder(small_config(), MSAR(), torch.bfloat16)
     model.initialize(0)
     tokens, targets = batch()
-    assert model(tokens).output.dtype == torch.bfloat16
-    losses = model(tokens, targets).output
-    assert losses.dtype == torch.float32
-    losses.sum().backward()
+    assert model(tokens).logits.dtype == torch.bfloat16
+    losses = model(tokens, targets).losses
+    assert losses.each.dtype == torch.float32
+    losses.total.backward()
     assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.parameters())
 
 
@@ -146,8 +146,8 @@ def test_compiled_sublayers_give_the_same_losses_and_gradients():
         model = small_decoder(MSAR())
         if compiles:
             model.compile_parts()
-        losses = model(tokens, targets).output
-        losses.sum().backward()
-        results.append([losses, *(p.grad for p in model.parameters())])
+        losses = model(tokens, targets).losses
+        losses.total.backward()
+        results.append([losses.each, *(p.grad for p in model.parameters())])
     for plain, compiled in zip(*results, strict=True):
         torch.testing.assert_close(compiled, plain, rtol=1e-4, atol=1e-5)

@@ -38,6 +38,6 @@ def test_a_run_directory_is_enough_to_use_the_model(tmp_path, prepared):
     path = tmp_path / "checkpoints" / "last.ckpt"
     decoder = load_decoder(path, torch.device("cpu"))
     tokens = torch.randint(320, (1, 9))
-    assert torch.equal(decoder(tokens).output, module.decoder.eval()(tokens).output)
+    assert torch.equal(decoder(tokens).logits, module.decoder.eval()(tokens).logits)
     assert run_tokenizer(path) == tmp_path / "tokenizer.model"
     assert run_tokenizer(path).read_bytes() == (prepared / "tokenizer.model").read_bytes()
