@@ -1,12 +1,13 @@
 """The decoder: embedding, layers of read - sublayer - write, final norm and head."""
 
-from collections.abc import Iterator
-from typing import Literal, NamedTuple
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lit_msar.initialization import Initialized, initialize, normal
 from lit_msar.model.attention import Attention, Sequence, sequence_of
@@ -16,7 +17,7 @@ from lit_msar.model.loss import Losses, cross_entropy
 from lit_msar.model.moe import DenseMLP, MoE, RouterStats
 from lit_msar.residual.base import Residual, State, sites
 
-Checkpointing = Literal["none", "full"]
+Checkpointing = Literal["none", "selective", "full"]
 
 
 class Embedding(Initialized):
@@ -33,8 +34,9 @@ class Embedding(Initialized):
 class Layer(nn.Module):
     """One attention and one MLP sublayer; the residual's parameters belong to the model, not to the layer."""
 
-    def __init__(self, config: DecoderConfig, index: int, output_std: float) -> None:
+    def __init__(self, config: DecoderConfig, index: int, output_std: float, recomputes_mlp: bool) -> None:
         super().__init__()
+        self.recomputes_mlp = recomputes_mlp
         self.attention_site, self.mlp_site = sites(config.n_layers)[2 * index : 2 * index + 2]
         self.attention = Attention(config, output_std)
         self.mlp = (MoE if config.is_moe(index) else DenseMLP)(config, output_std)
@@ -43,7 +45,7 @@ class Layer(nn.Module):
         x, state = residual.read(state, self.attention_site)
         state = residual.write(state, self.attention_site, self.attention(x, sequence))
         x, state = residual.read(state, self.mlp_site)
-        y, stats = self.mlp(x)
+        y, stats = recomputed(self.mlp, x) if self.recomputes_mlp and torch.is_grad_enabled() else self.mlp(x)
         return residual.write(state, self.mlp_site, y), stats
 
 
@@ -81,7 +83,9 @@ class Decoder(nn.Module):
         config: shape.
         residual: a strategy that is not built yet.
         compute_dtype: of activations and depth state; parameters stay fp32.
-        checkpointing: `none`, or `full`: keep what enters each segment of layers and the routing, recompute the rest.
+        checkpointing: what is kept for the backward: `none` recomputes nothing; `selective` recomputes the insides of
+            MLPs, by far the largest part with 8 experts per token; `full` keeps what enters each segment of layers.
+            Routing is always kept.
     """
 
     def __init__(
@@ -96,7 +100,9 @@ class Decoder(nn.Module):
         residual.build(config.d_model, config.n_layers)
         output_std = config.output_std * residual.output_std_factor()
         self.embedding = Embedding(config)
-        self.layers = nn.ModuleList(Layer(config, i, output_std) for i in range(config.n_layers))
+        self.layers = nn.ModuleList(
+            Layer(config, i, output_std, checkpointing == "selective") for i in range(config.n_layers)
+        )
         self.head = Head(config)
         self.residual = residual
 
@@ -139,11 +145,9 @@ class Decoder(nn.Module):
     def _run(
         self, segment: list[Layer], state: State, residual: Residual, sequence: Sequence
     ) -> tuple[State, list[RouterStats]]:
-        if self.checkpointing == "none" or not torch.is_grad_enabled():
-            return _run_layers(segment, state, residual, sequence)
-        return checkpoint(
-            _run_layers, segment, state, residual, sequence, use_reentrant=False, context_fn=_keep_routing
-        )
+        if self.checkpointing == "full" and torch.is_grad_enabled():
+            return recomputed(_run_layers, segment, state, residual, sequence)
+        return _run_layers(segment, state, residual, sequence)
 
     def compile_parts(self) -> None:
         """Compile attention and MLP sublayers: a handful of graphs for every strategy and depth."""
@@ -180,12 +184,11 @@ def _run_layers(
     return state, stats
 
 
-def _keep_routing():
-    """Recompute everything but the choice of experts: a tie that flips would send a token elsewhere in the backward."""
+def recomputed(function: Callable, *args: Any) -> Any:
+    """`function(*args)`, run again in the backward instead of keeping its insides.
 
-    def policy(ctx, op, *args, **kwargs) -> CheckpointPolicy:
-        if op in (torch.ops.aten.topk.default, torch.ops.aten.sort.stable):
-            return CheckpointPolicy.MUST_SAVE
-        return CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(policy)
+    The choice of experts is kept: a tie that flips would send a token elsewhere in the backward.
+    """
+    kept = [torch.ops.aten.topk.default, torch.ops.aten.sort.stable]
+    context = functools.partial(create_selective_checkpoint_contexts, kept)
+    return checkpoint(function, *args, use_reentrant=False, context_fn=context)

@@ -57,7 +57,8 @@ class LanguageModel(L.LightningModule):
         residual: residual strategy, by class name and its options.
         optimizer: AdamW and its schedule.
         compute_dtype: of activations and depth state; parameters and optimizer stay fp32. `auto` is bfloat16 on a GPU.
-        checkpointing: activation checkpointing, `none` or `full` (keep segment inputs and routing).
+        checkpointing: activation checkpointing: `none`, `selective` (recompute the insides of MLPs) or `full` (keep
+            what enters each layer); routing is always kept.
         compile: torch.compile the attention and MLP sublayers.
         aux_loss_coef: weight of the sequence-wise balance loss; 0 leaves balancing to the router bias.
         balance_rate: step of the router's balance bias per optimizer step; 0 switches it off.

@@ -1,8 +1,10 @@
+import collections
 import math
 
 import pytest
 import torch
 from conftest import small_config, small_decoder
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lit_msar.model import Decoder
 from lit_msar.residual import MSAR, Vanilla
@@ -66,7 +68,7 @@ def test_initial_loss_is_near_the_logarithm_of_the_vocabulary():
 def test_checkpointing_changes_no_gradient_and_counts_load_once(residual):
     tokens, targets = batch()
     results = []
-    for checkpointing in ("none", "full"):
+    for checkpointing in ("none", "selective", "full"):
         model = small_decoder(residual(), checkpointing=checkpointing)
         out = model(tokens, targets)
         out.losses.total.backward()
@@ -74,6 +76,35 @@ def test_checkpointing_changes_no_gradient_and_counts_load_once(residual):
         results.append({name: p.grad for name, p in model.named_parameters()})
     for name, grad in results[0].items():
         assert torch.equal(grad, results[1][name]), name
+        assert torch.equal(grad, results[2][name]), name
+
+
+class Products(TorchDispatchMode):
+    """Counts the calls of operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func.overloadpacket._qualified_op_name.removeprefix("aten::")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "attention", "experts"), [("none", 1, 1), ("selective", 1, 2), ("full", 2, 2)]
+)
+def test_checkpointing_recomputes_what_it_says(checkpointing, attention, experts):
+    """Forward products per layer over a whole step: attention and experts once, or again; routing always once."""
+    model = small_decoder(checkpointing=checkpointing)
+    tokens, targets = batch()
+    with Products() as seen:
+        model(tokens, targets).losses.total.backward()
+    n_moe = len(model.config.moe_layers)
+    assert seen.counts["_scaled_dot_product_flash_attention_for_cpu"] == attention * model.config.n_layers
+    of_backward = 2 * 2 * n_moe  # gradients of rows and weights, for each of two products
+    assert seen.counts["_grouped_mm"] == 2 * experts * n_moe + of_backward
+    assert seen.counts["topk"] == n_moe
 
 
 def test_losses_are_the_cross_entropy_of_the_logits():
