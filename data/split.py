@@ -1,6 +1,7 @@
 """Samples of one split of a prepared directory, read from its shards as NumPy arrays."""
 
 import os
+import threading
 import time
 from collections import OrderedDict
 from pathlib import Path
@@ -12,33 +13,50 @@ from data.packing import DocumentPacking
 from data.shards import Manifest, Shard, ShardSet
 
 IGNORE = -100  # a target that is masked
-OPEN_FILES = 128  # shards held open by one reader
+OPEN_FILES = 128  # shards held open by one thread
 RETRY_SECONDS = (0.5, 2.0, 8.0)  # waits before a file that cannot be read is given up
 
 
+class OpenFile:
+    """A file descriptor that is closed with its last reference."""
+
+    def __init__(self, path: Path) -> None:
+        self.fd = os.open(path, os.O_RDONLY)
+
+    def __del__(self) -> None:
+        if hasattr(self, "fd"):
+            os.close(self.fd)
+
+
 class ShardFiles:
-    """Reads token ranges of shards with `pread`, a bounded number of files open.
+    """Reads token ranges of shards with `pread`, from any number of threads, a bounded number of files open in each.
 
     Not `mmap`: mapped pages would count as the loader's memory as they are touched, and a file that shrinks or a
-        network disk that
-    fails would end the process with a bus error where this raises.
+    network disk that fails would end the process with a bus error where this raises.
     """
 
     def __init__(self, root: str | os.PathLike, dtype: str) -> None:
         self.root = Path(root)
         self.dtype = np.dtype(dtype).newbyteorder("<")
-        self._open: OrderedDict[str, int] = OrderedDict()
+        self._threads = threading.local()
+
+    @property
+    def _open(self) -> OrderedDict[str, OpenFile]:
+        """Files of this thread, the least recently used first; another thread must not close what this one reads."""
+        if not hasattr(self._threads, "open"):
+            self._threads.open = OrderedDict()
+        return self._threads.open
 
     def read(self, shard: Shard, start: int, count: int) -> np.ndarray:
         """Tokens [start, start + count) of a shard, [count] in the shard's dtype.
 
         Raises:
-            FileNotFoundError, ValueError: after retries; names the file.
+            FileNotFoundError, OSError, ValueError: after retries; names the file.
         """
         out = np.empty(count, dtype=self.dtype)
         for wait in (*RETRY_SECONDS, None):
             try:
-                got = os.preadv(self._file(shard), [memoryview(out).cast("B")], start * self.dtype.itemsize)
+                got = os.preadv(self._file(shard).fd, [memoryview(out).cast("B")], start * self.dtype.itemsize)
                 if got == out.nbytes:
                     return out
                 error: Exception = ValueError(
@@ -50,35 +68,25 @@ class ShardFiles:
                 error = FileNotFoundError(reason) if isinstance(e, FileNotFoundError) else OSError(e.errno, reason)
             if wait is None:
                 raise error
-            self._drop(shard)
+            self._open.pop(shard.path, None)  # open it again
             time.sleep(wait)
         raise AssertionError("the loop returns or raises")
 
-    def _file(self, shard: Shard) -> int:
-        fd = self._open.get(shard.path)
-        if fd is not None:
-            self._open.move_to_end(shard.path)
-            return fd
-        if len(self._open) >= OPEN_FILES:
-            os.close(self._open.popitem(last=False)[1])
-        fd = self._open[shard.path] = os.open(self.root / (shard.path + ".bin"), os.O_RDONLY)
-        return fd
-
-    def _drop(self, shard: Shard) -> None:
-        fd = self._open.pop(shard.path, None)
-        if fd is not None:
-            os.close(fd)
-
-    def close(self) -> None:
-        """Closes all files; a later read opens them again."""
-        while self._open:
-            os.close(self._open.popitem()[1])
+    def _file(self, shard: Shard) -> OpenFile:
+        files = self._open
+        if shard.path in files:
+            files.move_to_end(shard.path)
+        else:
+            if len(files) >= OPEN_FILES:
+                files.popitem(last=False)
+            files[shard.path] = OpenFile(self.root / (shard.path + ".bin"))
+        return files[shard.path]
 
     def __getstate__(self) -> dict:
-        return self.__dict__ | {"_open": OrderedDict()}  # descriptors do not travel to another process
+        return {"root": self.root, "dtype": self.dtype}  # files do not travel to another process
 
-    def __del__(self) -> None:
-        self.close()
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state, _threads=threading.local())
 
 
 class TokenSplit:

@@ -39,7 +39,7 @@ class TokenData(pl.LightningDataModule):
         batch_size: samples of a micro-step on each rank (sequences).
         val_batch_size: the same in validation (sequences; default: batch_size).
         seed: of the order of samples.
-        workers: loading processes per rank; 0 loads in the training process (processes).
+        workers: loading threads per rank; 0 loads when a batch is asked for (threads).
         weights: mixture, weight by set name, in any unit; sets left out are not trained on. Default: every sample once
             per epoch.
         packing: "chunk" cuts the concatenated documents every seq_len tokens; "document" cuts only documents longer

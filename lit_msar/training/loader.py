@@ -1,13 +1,20 @@
-"""What the Trainer iterates over: this rank's batches, in one global order whatever the ranks and workers."""
+"""What the Trainer iterates over: this rank's batches, in one global order whatever the ranks and threads.
+
+Threads load, not processes: reading and converting release the interpreter lock, a batch need not pass through shared
+memory (157M against 18M tokens/s at 8192 tokens, 2 cores), nothing is forked beside CUDA, and an error arrives as it was
+raised.
+"""
 
 import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
 from data.order import Lookahead, permute
 from data.split import TokenSplit
@@ -16,7 +23,10 @@ if TYPE_CHECKING:
     from lit_msar.training.datamodule import TokenData
 
 Batch = dict[str, Tensor]
+Item = TypeVar("Item")
+Picks = tuple[np.ndarray, np.ndarray]  # set (or -1 for a masked row) and sample of each row of a batch
 VAL_KEY = 0  # of the validation order, whatever the seed: any first batches are a fair sample of all sets
+AHEAD = 4  # batches loaded ahead by each thread
 
 
 class TrainLoader:
@@ -39,21 +49,26 @@ class TrainLoader:
     def __iter__(self) -> "TrainLoader":
         if getattr(self._data.trainer, "overfit_batches", 0):
             self._data.position = 0  # the same batches in each epoch
-        if self._stream is not None and self._next != self._data.position + self._data._pending:
+        if self._next != self._data.position + self._data._pending:
             self.close()
         return self
 
     def __next__(self) -> Batch:
         data = self._data
-        stride = data.batch_size * data.shard()[1]
+        rank, n_ranks = data.shard()
+        stride = data.batch_size * n_ranks
         if self._stream is None:  # only now: a checkpoint may have been loaded after iter()
             self._next = data.position + data._pending
-            self._stream = iter(_loader(TrainBatches(data), _Count(self._next, stride), data.workers))
+            order = Lookahead(data.order, data.batch_size, stride)
+            picks = map(order, count(self._next + rank * data.batch_size, stride))
+            self._stream = in_order(Reader(data, data.train_split), picks, data.workers)
         self._next += stride
         return next(self._stream)
 
     def close(self) -> None:
-        """Ends the loading processes; the next batch starts them again."""
+        """Forgets what was loaded ahead; the next batch starts anew from the module's position."""
+        if self._stream is not None:
+            self._stream.close()
         self._stream = None
 
     # Lightning asks whether a loader can resume. It can, but not through rank 0's copy of its state:
@@ -67,90 +82,66 @@ class TrainLoader:
 
 
 class ValLoader:
-    """This rank's validation batches: each sample once over all ranks, in a fixed order, all ranks equally many."""
+    """This rank's validation batches: each sample once over all ranks, in a fixed order, all ranks equally many.
+
+    Past the last sample rows are masked.
+    """
 
     def __init__(self, data: "TokenData") -> None:
-        self._batches = ValBatches(data)
-        self._workers = data.workers
+        self._data = data
+        self._sizes = np.array(data.val_split.sizes)
+        self._counts = np.minimum(self._sizes, data.val_samples or self._sizes.max())
+        self._bounds = np.cumsum([0, *self._counts])
 
     def __len__(self) -> int:
-        return len(self._batches)
+        return math.ceil(int(self._bounds[-1]) / (self._data.val_batch_size * self._data.shard()[1]))
 
     def __iter__(self) -> Iterator[Batch]:
-        return iter(_loader(self._batches, range(len(self._batches)), self._workers))
+        picks = map(self._picks, range(len(self)))
+        return in_order(Reader(self._data, self._data.val_split), picks, self._data.workers)
 
-
-class TrainBatches(Dataset):
-    """The micro-batch of one rank that begins at a position of the run."""
-
-    def __init__(self, data: "TokenData") -> None:
-        rank, n_ranks = data.shard()
-        self.split, self.position = data.train_split, data.reset_at_document
-        self.offset = rank * data.batch_size
-        self.order = Lookahead(data.order, data.batch_size, data.batch_size * n_ranks)
-        self.set_ids = _set_ids(data, data.train_split)
-
-    def __getitem__(self, start: int) -> dict[str, np.ndarray]:
-        sets, samples = self.order(start + self.offset)
-        return self.split.batch(sets, samples, self.position) | {"set_id": self.set_ids[sets]}
-
-
-class ValBatches(Dataset):
-    """Batch b of one rank; past the last sample rows are masked, so that all ranks have the same number of batches."""
-
-    def __init__(self, data: "TokenData") -> None:
-        self.rank, self.n_ranks = data.shard()
-        self.split, self.position = data.val_split, data.reset_at_document
-        self.batch_size = data.val_batch_size
-        self.set_ids = _set_ids(data, data.val_split)
-        self.counts = np.minimum(self.split.sizes, data.val_samples or max(self.split.sizes))
-        self.bounds = np.cumsum([0, *self.counts])
-
-    def __len__(self) -> int:
-        return math.ceil(int(self.bounds[-1]) / (self.batch_size * self.n_ranks))
-
-    def __getitem__(self, batch: int) -> dict[str, np.ndarray]:
-        first = (batch * self.n_ranks + self.rank) * self.batch_size
-        index = np.arange(first, first + self.batch_size)
-        n = int(self.bounds[-1])
+    def _picks(self, batch: int) -> Picks:
+        rank, n_ranks = self._data.shard()
+        size, n = self._data.val_batch_size, int(self._bounds[-1])
+        index = (batch * n_ranks + rank) * size + np.arange(size)
         real = index < n
         index = permute(np.where(real, index, 0), n, VAL_KEY)
-        sets = np.searchsorted(self.bounds, index, side="right") - 1
-        spaced = (index - self.bounds[sets]) * np.array(self.split.sizes)[sets] // self.counts[sets]
-        arrays = self.split.batch(np.where(real, sets, -1), spaced, self.position)
-        return arrays | {"set_id": self.set_ids[sets]}
+        sets = np.searchsorted(self._bounds, index, side="right") - 1
+        spaced = (index - self._bounds[sets]) * self._sizes[sets] // self._counts[sets]
+        return np.where(real, sets, -1), spaced
 
 
-class _Count:
-    """start, start + step, ... without end."""
+class Reader:
+    """Reads picked samples of a split as a batch."""
 
-    def __init__(self, start: int, step: int) -> None:
-        self._start, self._step = start, step
+    def __init__(self, data: "TokenData", split: TokenSplit) -> None:
+        self._split, self._with_position = split, data.reset_at_document
+        self._set_ids = np.array([data.set_names.index(s.name) for s in split.sets], dtype=np.int64)
+        self._pin = torch.cuda.is_available()
 
-    def __iter__(self) -> Iterator[int]:
-        at = self._start
-        while True:
-            yield at
-            at += self._step
-
-
-def _set_ids(data: "TokenData", split: TokenSplit) -> np.ndarray:
-    """Index into `set_names` of each of the split's sets."""
-    return np.array([data.set_names.index(s.name) for s in split.sets], dtype=np.int64)
+    def __call__(self, picks: Picks) -> Batch:
+        sets, samples = picks
+        arrays = self._split.batch(sets, samples, self._with_position) | {"set_id": self._set_ids[np.maximum(sets, 0)]}
+        batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        return {name: tensor.pin_memory() for name, tensor in batch.items()} if self._pin else batch
 
 
-def _loader(batches: Dataset, sampler: Any, workers: int) -> DataLoader:
-    """A DataLoader whose every item is a whole batch."""
-    return DataLoader(
-        batches,
-        batch_size=None,
-        sampler=sampler,
-        num_workers=workers,
-        collate_fn=_tensors,
-        pin_memory=torch.cuda.is_available(),
-        prefetch_factor=4 if workers else None,
-    )
+def in_order(load: Callable[[Item], Batch], items: Iterable[Item], threads: int) -> Iterator[Batch]:
+    """Loads items in threads, a few ahead of what is asked for, and yields them in order; without threads, one by one.
 
-
-def _tensors(arrays: dict[str, np.ndarray]) -> Batch:
-    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+    What `load` raises is raised in its item's place.
+    """
+    if not threads:
+        yield from map(load, items)
+        return
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="load")
+    pending: deque = deque()
+    try:
+        for item in items:
+            pending.append(pool.submit(load, item))
+            if len(pending) > AHEAD * threads:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)

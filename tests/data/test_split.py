@@ -2,6 +2,7 @@
 
 import pickle
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -136,3 +137,17 @@ def test_file_truncated_while_open_is_named(tmp_path: Path, monkeypatch: pytest.
 
 def test_missing_split_has_no_samples(tmp_path: Path) -> None:
     assert TokenSplit(tmp_path, write(tmp_path, {"a": [[1, 2]]}), "val", 2).sizes == []
+
+
+def test_threads_read_at_once_with_files_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(split_module, "OPEN_FILES", 2)  # each read of another shard closes a file
+    manifest = write(tmp_path, {"a": [[i, i + 1, i + 2] for i in range(10, 250, 4)]}, shard_tokens=4)
+    split = TokenSplit(tmp_path, manifest, "train", 3)
+
+    def first_tokens(seed: int) -> bool:
+        picks = np.random.default_rng(seed).integers(0, 60, 50)
+        batch = split.batch(np.zeros(50, dtype=int), picks)
+        return batch["tokens"][:, 0].tolist() == (10 + 4 * picks).tolist()
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(first_tokens, range(40)))
