@@ -24,6 +24,7 @@ class AttnResMHC(Residual):
         super().__init__(block_size=block_size, n_lanes=n_lanes, kernels=kernels)
         self.attnres = AttnRes(block_size=block_size, kernels=kernels)
         self.mhc = MHC(n_lanes=n_lanes, kernels=kernels)
+        self.mhc.projects_ahead = False  # the lanes' part of the state keeps its length
 
     def build(self, d_model: int, n_layers: int) -> None:
         super().build(d_model, n_layers)

@@ -54,11 +54,14 @@ class HC(LaneResidual):
         weight, scale = (self.weight[at], self.scale[at]) if self.dynamic else (None, None)
         return weight, scale, self.pre[at], self.post[at], self.res[at]
 
+    def projection(self, site: Site) -> Tensor | None:
+        return self.weight[site.index] if self.dynamic and not site.is_head else None
+
     def read(self, state: State, site: Site) -> tuple[Tensor, State]:
-        (lanes,) = state
+        lanes, *projected = state
         if site.is_head:
             return reference.raised(lanes).sum(2).to(lanes.dtype), state
-        x, post, res = self.ops(lanes).hc_read(lanes, *self.coefficients(site), self.eps)
+        x, post, res = self.ops(lanes).hc_read(lanes, *self.coefficients(site), self.eps, *projected)
         return x, (lanes, post, res)
 
     def inspect(self, state: State, site: Site) -> dict[str, Tensor]:

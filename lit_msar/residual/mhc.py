@@ -99,11 +99,16 @@ class MHC(LaneResidual):
             self.declare("head_scale", (1,), constant(self.alpha_start))
             self.declare("head_bias", (n,), constant(0.0 if self.start == "megatron" else math.log(1 / (n - 1))))
 
-    def read(self, state: State, site: Site) -> tuple[Tensor, State]:
-        (lanes,) = state
+    def projection(self, site: Site) -> Tensor | None:
         if site.is_head:
-            return self.head_read(lanes), state
-        x, post, res = self.ops(lanes).mhc_read(lanes, *self.coefficients(site))
+            return self.head_weight if self.contract == "learned" else None
+        return self.phi[site.index]
+
+    def read(self, state: State, site: Site) -> tuple[Tensor, State]:
+        lanes, *projected = state
+        if site.is_head:
+            return self.head_read(lanes, *projected), state
+        x, post, res = self.ops(lanes).mhc_read(lanes, *self.coefficients(site), *projected)
         return x, (lanes, post, res)
 
     def coefficients(self, site: Site) -> tuple[Tensor, Tensor, Tensor, int, float, float]:
@@ -111,11 +116,11 @@ class MHC(LaneResidual):
         at = site.index
         return self.phi[at], self.alpha[at], self.bias[at], self.sinkhorn_rounds, self.eps, self.sinkhorn_eps
 
-    def head_read(self, lanes: Tensor) -> Tensor:
+    def head_read(self, lanes: Tensor, *projected: Tensor) -> Tensor:
         """The contraction of lanes [B, T, n, D] to [B, T, D]."""
         if self.contract == "learned":
             learned = self.head_weight, self.head_scale, self.head_bias
-            return self.ops(lanes).mhc_contract(lanes, *learned, self.eps, self.sinkhorn_eps)
+            return self.ops(lanes).mhc_contract(lanes, *learned, self.eps, self.sinkhorn_eps, *projected)
         x = reference.raised(lanes)
         return (x.mean(2) if self.contract == "mean" else x.sum(2)).to(lanes.dtype)
 
