@@ -1,8 +1,7 @@
 """What the Trainer iterates over: this rank's batches, in one global order whatever the ranks and threads.
 
 Threads load, not processes: reading and converting release the interpreter lock, a batch need not pass through shared
-memory (157M against 18M tokens/s at 8192 tokens, 2 cores), nothing is forked beside CUDA, and an error arrives as it was
-raised.
+memory (157M against 18M tokens/s at 8192 tokens, 2 cores), nothing is forked beside CUDA, and errors arrive as raised.
 """
 
 import math
