@@ -46,14 +46,13 @@ def data_of(prepared: Path, **options) -> TokenData:
 
 def trainer_of(root: Path, max_steps: int, callbacks: list[L.Callback] | None = None, **options) -> L.Trainer:
     """A quiet CPU trainer that validates and logs nothing by itself."""
-    quiet = {"logger": False, "enable_checkpointing": False, "limit_val_batches": 0}
+    quiet = {"logger": False, "enable_checkpointing": False, "limit_val_batches": 0, "enable_progress_bar": False}
     return L.Trainer(
         max_steps=max_steps,
         max_epochs=-1,
         accelerator="cpu",
         default_root_dir=root,
         callbacks=callbacks or [],
-        enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
         gradient_clip_val=options.pop("gradient_clip_val", 1.0),
