@@ -1,5 +1,6 @@
 """The command line: a table of commands, each loaded when it is called."""
 
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -63,6 +64,10 @@ def _cost(argv: list[str]) -> None:
 def _run_function(name: str, function: Callable, argv: list[str], positional: tuple[str, ...] = ()) -> None:
     parser = CommandParser(prog=f"python -m lit_msar {name}", description=(function.__doc__ or "").split("\n")[0])
     parser.add_function_arguments(function, as_positional=bool(positional))
+    for action in parser._actions:
+        parameter = inspect.signature(function).parameters.get(action.dest)
+        if parameter is not None and parameter.annotation in (bool, "bool"):
+            action.nargs, action.const = "?", True  # `--verify` alone means true
     config = parser.instantiate(parser.parse_args(argv))
     function(**config.as_dict())
 

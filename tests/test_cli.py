@@ -130,6 +130,20 @@ def test_wrong_input_ends_with_one_line_and_code_2(argv, named, prepared, tmp_pa
     assert not any(name.endswith((".ckpt", ".bin", ".json")) for name in left), "nothing half-written"
 
 
+@pytest.mark.parametrize(
+    "flag", [["--skip_bad_lines"], ["--skip_bad_lines", "true"], ["--skip_bad_lines=true"]], ids=str
+)
+def test_a_flag_needs_no_value(flag, tmp_path, capsys):
+    lines = [json.dumps({"text": f"a line of text, number {i}"}) for i in range(40)]
+    (tmp_path / "bad.jsonl").write_text("\n".join([*lines, "{broken", '{"no": "text"}']) + "\n")
+    argv = ["prepare", "--input", str(tmp_path / "bad.jsonl"), "--output", str(tmp_path / "out"), "--workers", "1"]
+    argv += ["--train_tokenizer", "300"]
+    assert run(argv) == 2
+    assert "bad.jsonl" in capsys.readouterr().err
+    assert run([*argv, *flag]) == 0
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["counts"]["documents"] == 40
+
+
 def test_second_run_into_one_directory_is_refused(prepared, tmp_path, capsys):  # noqa: F811
     assert run(fit_arguments(prepared, tmp_path, "--trainer.max_steps=1")) == 0
     assert run(fit_arguments(prepared, tmp_path, "--trainer.max_steps=1")) == 2
