@@ -1,13 +1,11 @@
 """The decoder: embedding, layers of read - sublayer - write, final norm and head."""
 
-import functools
-from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lit_msar.initialization import Initialized, initialize, normal
 from lit_msar.model.attention import Attention, Sequence, sequence_of
@@ -15,6 +13,7 @@ from lit_msar.model.config import DecoderConfig
 from lit_msar.model.layers import RMSNorm
 from lit_msar.model.loss import Losses, cross_entropy
 from lit_msar.model.moe import DenseMLP, MoE, RouterStats
+from lit_msar.model.recompute import recomputed
 from lit_msar.residual.base import Residual, State, sites
 
 Checkpointing = Literal["none", "selective", "full"]
@@ -182,13 +181,3 @@ def _run_layers(
         if layer_stats is not None:
             stats.append(layer_stats)
     return state, stats
-
-
-def recomputed(function: Callable, *args: Any) -> Any:
-    """`function(*args)`, run again in the backward instead of keeping its insides.
-
-    The choice of experts is kept: a tie that flips would send a token elsewhere in the backward.
-    """
-    kept = [torch.ops.aten.topk.default, torch.ops.aten.sort.stable]
-    context = functools.partial(create_selective_checkpoint_contexts, kept)
-    return checkpoint(function, *args, use_reentrant=False, context_fn=context)
