@@ -1,64 +1,98 @@
-"""Triton kernels on small tensors: softmax over sources, forward and backward, a value per source and stream."""
+# ruff: noqa: RUF005  (Triton compiles `+` of tuples, not unpacking)
+"""Triton kernels on small tensors, a value per read, source, token and stream: softmax over depth and its backward."""
 
 import triton
 import triton.language as tl
 
-BLOCK = 256
+BLOCK = 128
 
 
 @triton.jit
-def row_of(rows, n, L: tl.constexpr):
-    """Pointer number n of a tuple; as `tiles.pick` without its promise of alignment, rows of logits have none."""
-    p_n = rows[0]
-    for i in tl.static_range(1, L):
-        p_n = tl.where(n == i, rows[i].to(tl.int64), p_n.to(tl.int64)).to(rows[0].dtype)
-    return p_n
-
-
-@triton.jit
-def weights_kernel(logits, rstds, p_weights, p_rms, N, count, L: tl.constexpr, BLOCK: tl.constexpr):
-    """Softmax over N tensors of `count` logits each: weights [N, count]; and the sources' largest rms [count]."""
-    o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = o < count
-    peak = tl.load(logits[0] + o, mask=inside, other=0.0)
-    for n in range(1, N):
-        peak = tl.maximum(peak, tl.load(row_of(logits, n, L) + o, mask=inside, other=0.0))
-    total = tl.zeros([BLOCK], tl.float32)
-    smallest = tl.load(rstds[0] + o, mask=inside, other=1.0)
-    for n in range(N):
-        smallest = tl.minimum(smallest, tl.load(row_of(rstds, n, L) + o, mask=inside, other=1.0))
-        total += tl.exp(tl.load(row_of(logits, n, L) + o, mask=inside, other=0.0) - peak)
-    tl.store(p_rms + o, 1.0 / smallest, mask=inside)
-    for n in range(N):
-        b_e = tl.load(row_of(logits, n, L) + o, mask=inside, other=0.0)
-        tl.store(p_weights + n * count + o, tl.exp(b_e - peak) / total, mask=inside)
-
-
-@triton.jit
-def slopes_kernel(p_dweights, p_weights, p_logits, p_rstd, p_slope, p_bend, N, n_chunks, count, D, BLOCK: tl.constexpr):
-    """Backward of softmax and key norm.
-
-        de_n = a_n (da_n - sum_i a_i da_i)      slope_n = de_n rstd_n      bend_n = slope_n rstd_n e_n / D
+def weights_kernel(p_logits, p_rstd, p_weights, p_lse, p_scale, N, count, BLOCK: tl.constexpr):
+    """Softmax over the N sources of each read.
 
     Args:
-        p_dweights: [n_chunks, N, count] partial sums of da over channels.
-        p_weights, p_logits, p_rstd: [N, count].
-        p_slope, p_bend: [N, count], written.
+        p_logits: [R, N, count]; p_rstd: [N, count].
+        p_weights: [R, N, count], p_lse: [R, count], written.
+        p_scale: [count], written: the sources' smallest rstd, which scales what is retrieved.
     """
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = o < count
-    mean = tl.zeros([BLOCK], tl.float32)
+    p_read = p_logits + tl.program_id(1).to(tl.int64) * N * count
+    peak = tl.load(p_read + o, mask=inside, other=0.0)
+    smallest = tl.load(p_rstd + o, mask=inside, other=1.0)
+    for n in range(1, N):
+        peak = tl.maximum(peak, tl.load(p_read + n * count + o, mask=inside, other=0.0))
+        smallest = tl.minimum(smallest, tl.load(p_rstd + n * count + o, mask=inside, other=1.0))
+    total = tl.zeros([BLOCK], tl.float32)
     for n in range(N):
-        b_da = tl.zeros([BLOCK], tl.float32)
-        for c in range(n_chunks):
-            b_da += tl.load(p_dweights + (c * N + n) * count + o, mask=inside, other=0.0)
-        tl.store(p_slope + n * count + o, b_da, mask=inside)
-        mean += b_da * tl.load(p_weights + n * count + o, mask=inside, other=0.0)
+        total += tl.exp(tl.load(p_read + n * count + o, mask=inside, other=0.0) - peak)
+    if tl.program_id(1) == 0:
+        tl.store(p_scale + o, smallest, mask=inside)
+    tl.store(p_lse + tl.program_id(1).to(tl.int64) * count + o, peak + tl.log(total), mask=inside)
+    p_out = p_weights + tl.program_id(1).to(tl.int64) * N * count
     for n in range(N):
-        b_a = tl.load(p_weights + n * count + o, mask=inside, other=0.0)
+        b_e = tl.load(p_read + n * count + o, mask=inside, other=0.0)
+        tl.store(p_out + n * count + o, tl.exp(b_e - peak) / total, mask=inside)
+
+
+@triton.jit
+def merge_kernel(p_logit, p_rstd, p_lse, p_scale, p_weight, p_base_weight, p_merged_scale, count, BLOCK: tl.constexpr):
+    """The weight of one more source beside others of which log-sum-exp and the retrieved sum are known; all [count].
+
+    The sum, stored times p_scale, counts p_base_weight; the new one will be stored times p_merged_scale.
+    """
+    o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = o < count
+    b_logit = tl.load(p_logit + o, mask=inside, other=0.0)
+    b_weight = 1.0 / (1.0 + tl.exp(tl.load(p_lse + o, mask=inside, other=0.0) - b_logit))
+    b_scale = tl.load(p_scale + o, mask=inside, other=1.0)
+    tl.store(p_weight + o, b_weight, mask=inside)
+    tl.store(p_base_weight + o, (1.0 - b_weight) / b_scale, mask=inside)
+    tl.store(p_merged_scale + o, tl.minimum(b_scale, tl.load(p_rstd + o, mask=inside, other=1.0)), mask=inside)
+
+
+@triton.jit
+def slopes_kernel(
+    p_dweights, p_unit, p_mean, p_weights, p_logits, p_rstd, p_scaled_weights, p_slope, p_bend, N, count, constant, D,
+    READS: tl.constexpr, UNITS: tl.constexpr, MEANS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Backward of softmax and key norm.
+
+        da_rn = unit_r dweights_rn                  mean_r = sum_i a_ri da_ri
+        slope_rn = a_rn (da_rn - mean_r) rstd_n     bend_n = sum_r slope_rn rstd_n e_rn / D
+
+    Args:
+        p_dweights, p_weights, p_logits: [R, N, count]; p_rstd: [N, count].
+        p_unit: [R, count], what a stored value of dr counts; without UNITS it is `constant`.
+        p_mean: [R, count], given with MEANS for reads that have other sources too; where it is NaN it is summed here.
+        p_scaled_weights: unit_r a_rn, and p_slope: [R, N, count], p_bend: [N, count], written.
+    """
+    o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = o < count
+    units = ()
+    means = ()
+    for r in tl.static_range(READS):
+        b_unit = tl.zeros([BLOCK], tl.float32) + constant
+        if UNITS:
+            b_unit = tl.load(p_unit + r * count + o, mask=inside, other=0.0)
+        b_mean = tl.zeros([BLOCK], tl.float32)
+        for n in range(N):
+            b_da = tl.load(p_dweights + (r * N + n) * count + o, mask=inside, other=0.0) * b_unit
+            b_mean += b_da * tl.load(p_weights + (r * N + n) * count + o, mask=inside, other=0.0)
+        if MEANS:
+            b_given = tl.load(p_mean + r * count + o, mask=inside, other=0.0)
+            b_mean = tl.where(b_given == b_given, b_given, b_mean)
+        units = units + (b_unit,)
+        means = means + (b_mean,)
+    for n in range(N):
         b_rstd = tl.load(p_rstd + n * count + o, mask=inside, other=0.0)
-        # this thread wrote the value itself, so no barrier is needed
-        b_slope = b_a * (tl.load(p_slope + n * count + o, mask=inside, other=0.0) - mean) * b_rstd
-        tl.store(p_slope + n * count + o, b_slope, mask=inside)
-        b_e = tl.load(p_logits + n * count + o, mask=inside, other=0.0)
-        tl.store(p_bend + n * count + o, b_slope * b_rstd * b_e / D, mask=inside)
+        b_bend = tl.zeros([BLOCK], tl.float32)
+        for r in tl.static_range(READS):
+            at = (r * N + n) * count + o
+            b_a = tl.load(p_weights + at, mask=inside, other=0.0)
+            b_slope = b_a * (tl.load(p_dweights + at, mask=inside, other=0.0) * units[r] - means[r]) * b_rstd
+            tl.store(p_scaled_weights + at, b_a * units[r], mask=inside)
+            tl.store(p_slope + at, b_slope, mask=inside)
+            b_bend += b_slope * tl.load(p_logits + at, mask=inside, other=0.0)
+        tl.store(p_bend + n * count + o, b_bend * b_rstd / D, mask=inside)

@@ -2,6 +2,7 @@
 
 from kernels.attnres_read import attnres_read, attnres_read_through
 from kernels.hyper import hc_read, mhc_contract, mhc_read, update, update_and_project
+from kernels.msar_block import open_block, read_block
 from kernels.msar_read import msar_read, msar_read_through
 
 __all__ = [
@@ -12,6 +13,8 @@ __all__ = [
     "mhc_read",
     "msar_read",
     "msar_read_through",
+    "open_block",
+    "read_block",
     "update",
     "update_and_project",
 ]

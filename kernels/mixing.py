@@ -16,12 +16,12 @@ import triton.language as tl
 
 
 @triton.jit
-def stream_values(p, o_t, m_t, M: tl.constexpr):
-    """M vectors [BLOCK_T] of a tensor [P, m]."""
-    values = ()
+def inverse_scales(p_scale, o_t, m_t, M: tl.constexpr):
+    """What a stored value of each stream counts, M vectors [BLOCK_T]."""
+    units = ()
     for j in tl.static_range(M):
-        values = values + (tl.load(p + o_t * M + j, mask=m_t, other=1.0),)
-    return values
+        units = units + (1.0 / tl.load(p_scale + o_t * M + j, mask=m_t, other=1.0),)
+    return units
 
 
 @triton.jit
@@ -45,22 +45,23 @@ def gates_of(z, M: tl.constexpr, SOFTMAX: tl.constexpr):
 
 @triton.jit
 def mix_kernel(
-    p_r, p_rms, p_weight, p_scale, p_bias, p_out, p_statistics, P, eps,
+    p_r, p_r_scale, p_weight, p_scale, p_bias, p_out, p_statistics, P, eps,
     M: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, SOFTMAX: tl.constexpr,
     MEAN: tl.constexpr,
 ):  # fmt: skip
     """h [P, D] of r [P, m, D], and rstd and S [P, 1 + m] for the backward pass; MEAN: only the mean of the streams."""
     o_t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     m_t = o_t < P
-    units = stream_values(p_rms, o_t, m_t, M)
+    units = inverse_scales(p_r_scale, o_t, m_t, M)
     gates = ()
     if MEAN:
         for _ in tl.static_range(M):
             gates = gates + (tl.full([BLOCK_T], 1.0 / M, tl.float32),)
     else:
         gates = measured_gates(
-            p_r, units, p_weight, p_scale, p_bias, p_statistics, o_t, m_t, eps, M, D, BLOCK_T, BLOCK_D, SOFTMAX
-        )
+            p_r, units, p_weight, p_scale, p_bias, p_statistics, o_t, m_t, eps,
+            M, D, BLOCK_T, BLOCK_D, SOFTMAX,
+        )  # fmt: skip
     for d in range(0, D, BLOCK_D):
         o_d = d + tl.arange(0, BLOCK_D)
         m_td = m_t[:, None] & (o_d < D)[None, :]
@@ -105,11 +106,11 @@ def measured_gates(
 
 
 @triton.jit
-def mix_slopes_kernel(
-    p_r, p_rms, p_dh, p_statistics, p_weight_peak, p_scale, p_bias, p_slopes, p_unit, p_partial, P,
+def mix_factors_kernel(
+    p_r, p_r_scale, p_dh, p_statistics, p_weight_peak, p_scale, p_bias, p_factors, p_unit, p_partial, P,
     M: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, SOFTMAX: tl.constexpr,
 ):  # fmt: skip
-    """Per token the factors of dr: gate_j, c_k and f [P, 2 m + 1], and the units of dr [P, m]; per program the sums for
+    """Per token the factors of `mix_gradient_kernel` [P, 5 m], the units of dr [P, m], and per program the sums for
     scale and bias [1 + m].
 
     dr_j is at most gate_j max|dh| + sum_k |c_k| max|W_kj| + |f| sqrt(D) rms_j; in 2^-14 of that it cannot overflow, and
@@ -117,7 +118,6 @@ def mix_slopes_kernel(
     """
     o_t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     m_t = o_t < P
-    units = stream_values(p_rms, o_t, m_t, M)
     peaks = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
     dots = ()
     for _ in tl.static_range(M):
@@ -132,6 +132,7 @@ def mix_slopes_kernel(
             b_r = tl.load(p_r + (o_t * M + j)[:, None] * D + o_d[None, :], mask=m_td, other=0.0).to(tl.float32)
             updated = updated + (dots[j] + b_r * b_dh,)
         dots = updated
+    r_units = inverse_scales(p_r_scale, o_t, m_t, M)
     scale = tl.load(p_scale)
     rstd = tl.load(p_statistics + o_t * (M + 1), mask=m_t, other=0.0)
     sums = ()
@@ -143,39 +144,46 @@ def mix_slopes_kernel(
     dgates = ()
     mean = tl.zeros([BLOCK_T], tl.float32)
     for k in tl.static_range(M):
-        dgates = dgates + (tl.sum(dots[k], 1) * units[k],)
+        dgates = dgates + (tl.sum(dots[k], 1) * r_units[k],)
         mean += gates[k] * dgates[k]
-    bend = tl.zeros([BLOCK_T], tl.float32)
-    slopes = ()
+    f = tl.zeros([BLOCK_T], tl.float32)
     dscale = tl.zeros([BLOCK_T], tl.float32)
+    slopes = ()
     p_program = p_partial + tl.program_id(0).to(tl.int64) * (M + 1)
     for k in tl.static_range(M):
         dz = gates[k] * (dgates[k] - mean) if SOFTMAX else gates[k] * (1.0 - gates[k]) * dgates[k]
         dz = tl.where(m_t, dz, 0.0)
-        tl.store(p_slopes + o_t * (2 * M + 1) + k, gates[k], mask=m_t)
         slopes = slopes + (scale * rstd * dz,)
-        tl.store(p_slopes + o_t * (2 * M + 1) + M + k, slopes[k], mask=m_t)
-        bend += scale * dz * sums[k]
+        f += scale * dz * sums[k]
         dscale += dz * sums[k] * rstd
         tl.store(p_program + 1 + k, tl.sum(dz))
-    bend = bend * rstd * rstd * rstd / (M * D)
-    tl.store(p_slopes + o_t * (2 * M + 1) + 2 * M, bend, mask=m_t)
     tl.store(p_program, tl.sum(dscale))
+    f = f * rstd * rstd * rstd / (M * D)
     peak = tl.max(peaks, 1)
+    p_factor = p_factors + o_t * (5 * M)
     for j in tl.static_range(M):
-        bound = gates[j] * peak + tl.abs(bend) * units[j] * tl.sqrt(D + 0.0)
+        bound = gates[j] * peak + tl.abs(f) * r_units[j] * tl.sqrt(D + 0.0)
         for k in tl.static_range(M):
             bound += tl.abs(slopes[k]) * tl.load(p_weight_peak + k * M + j)
         # the floor keeps a token without gradient from dividing by zero
-        tl.store(p_unit + o_t * M + j, tl.maximum(bound, 1e-30) / 16384.0, mask=m_t)
+        unit = tl.maximum(bound, 1e-30) / 16384.0
+        tl.store(p_unit + o_t * M + j, unit, mask=m_t)
+        tl.store(p_factor + j, gates[j] / unit, mask=m_t)
+        tl.store(p_factor + M + j, f * r_units[j] / unit, mask=m_t)
+        tl.store(p_factor + 2 * M + j, slopes[j], mask=m_t)
+        tl.store(p_factor + 3 * M + j, 1.0 / unit, mask=m_t)
+        tl.store(p_factor + 4 * M + j, r_units[j], mask=m_t)
 
 
 @triton.jit
 def mix_gradient_kernel(
-    p_r, p_rms, p_dh, p_weight, p_slopes, p_unit, p_dweight, P, tokens,
-    M: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    p_r, p_dr, p_dh, p_weight, p_factors, p_dweight, p_dots, P, tokens,
+    M: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, DOTS: tl.constexpr,
 ):  # fmt: skip
-    """Overwrites r [P, m, D] with dr in its units; one partial dW [m, m, D] per program of `tokens` tokens."""
+    """dr [P, m, D] in its units, which may overwrite r; one partial dW [m, m, D] per program of `tokens` tokens.
+
+    DOTS: also dr_j . r_j in the units of both, summed over the program's channels: [D / BLOCK_D, P, m].
+    """
     o_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     m_d = o_d < D
     first = tl.program_id(1).to(tl.int64) * tokens
@@ -189,26 +197,32 @@ def mix_gradient_kernel(
         m_t = o_t < tl.minimum(first + tokens, P)
         m_td = m_t[:, None] & m_d[None, :]
         b_dh = tl.load(p_dh + o_t[:, None] * D + o_d[None, :], mask=m_td, other=0.0).to(tl.float32)
-        rms = stream_values(p_rms, o_t, m_t, M)
-        units = stream_values(p_unit, o_t, m_t, M)
-        p_slope = p_slopes + o_t * (2 * M + 1)
-        bend = tl.load(p_slope + 2 * M, mask=m_t, other=0.0)
-        slopes = ()
-        for k in tl.static_range(M):
-            slopes = slopes + (tl.load(p_slope + M + k, mask=m_t, other=0.0),)
+        p_factor = p_factors + o_t * (5 * M)
         rows = ()
+        slopes = ()
         for j in tl.static_range(M):
-            p_dr = p_r + (o_t * M + j)[:, None] * D + o_d[None, :]
-            b_r = tl.load(p_dr, mask=m_td, other=0.0).to(tl.float32) * rms[j][:, None]
-            rows = rows + (b_r,)
-            b_dr = tl.load(p_slope + j, mask=m_t, other=0.0)[:, None] * b_dh - bend[:, None] * b_r
-            for k in tl.static_range(M):
-                b_dr += slopes[k][:, None] * weight[k * M + j][None, :]
-            tl.store(p_dr, (b_dr / units[j][:, None]).to(p_r.dtype.element_ty), mask=m_td)
+            b_r = tl.load(p_r + (o_t * M + j)[:, None] * D + o_d[None, :], mask=m_td, other=0.0)
+            rows = rows + (b_r.to(tl.float32),)
+            slopes = slopes + (tl.load(p_factor + 2 * M + j, mask=m_t, other=0.0),)
         updated = ()
+        for j in tl.static_range(M):
+            b_through_gates = slopes[0][:, None] * weight[j][None, :]
+            for k in tl.static_range(1, M):
+                b_through_gates += slopes[k][:, None] * weight[k * M + j][None, :]
+            b_dr = tl.load(p_factor + j, mask=m_t, other=0.0)[:, None] * b_dh
+            b_dr -= tl.load(p_factor + M + j, mask=m_t, other=0.0)[:, None] * rows[j]
+            b_dr += tl.load(p_factor + 3 * M + j, mask=m_t, other=0.0)[:, None] * b_through_gates
+            b_stored = b_dr.to(p_dr.dtype.element_ty)
+            tl.store(p_dr + (o_t * M + j)[:, None] * D + o_d[None, :], b_stored, mask=m_td)
+            if DOTS:
+                p_dot = p_dots + (tl.program_id(0).to(tl.int64) * P + o_t) * M + j
+                tl.store(p_dot, tl.sum(b_stored.to(tl.float32) * rows[j], 1), mask=m_t)
+        units = ()
+        for j in tl.static_range(M):
+            units = units + (tl.load(p_factor + 4 * M + j, mask=m_t, other=0.0),)
         for k in tl.static_range(M):
             for j in tl.static_range(M):
-                updated = updated + (dweight[k * M + j] + slopes[k][:, None] * rows[j],)
+                updated = updated + (dweight[k * M + j] + (slopes[k] * units[j])[:, None] * rows[j],)
         dweight = updated
     p_partial = p_dweight + tl.program_id(1).to(tl.int64) * M * M * D
     for kj in tl.static_range(M * M):

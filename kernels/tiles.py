@@ -1,7 +1,7 @@
 # ruff: noqa: RUF005  (Triton compiles `+` of tuples, not unpacking)
-"""Pieces that the Triton kernels share: choosing a tensor of a tuple, causal windows in registers, limits of inputs.
+"""Pieces that the Triton kernels share: tables of tensors, causal windows in registers, limits of inputs.
 
-A depth-attention kernel gets its N sources as a tuple of pointers and walks along time with the last rows of a source
+A depth-attention kernel gets its N sources as a table of addresses and walks along time with the last rows of a source
 in registers: a window is a tuple of row tiles [BLOCK_D], newest first, unrolled while compiling.
 """
 
@@ -35,6 +35,12 @@ def width(kernel_sizes, j):
 
 
 @triton.constexpr_function
+def learned(kernel_sizes, j):
+    """Learned taps of stream j: none for an identity stream."""
+    return int(kernel_sizes[j]) if int(kernel_sizes[j]) > 1 else 0
+
+
+@triton.constexpr_function
 def first_tap(kernel_sizes, j):
     """Row of stream j's first tap in the stacked taps; for j = m the number of taps K."""
     return sum(int(size) for size in list(kernel_sizes)[:j] if int(size) > 1)
@@ -49,13 +55,17 @@ def widest(kernel_sizes):
 
 
 @triton.jit
-def pick(pointers, n, L: tl.constexpr):
-    """Pointer number n of a tuple of L, by selects: no table in memory, nothing to copy from the host."""
-    p_n = pointers[0]
-    for i in tl.static_range(1, L):
-        p_n = tl.where(n == i, pointers[i].to(tl.int64), p_n.to(tl.int64)).to(pointers[0].dtype)
+def table_kernel(addresses, p_table, COUNT: tl.constexpr):
+    """Writes COUNT addresses, kernel arguments, to memory."""
+    for i in tl.static_range(COUNT):
+        tl.store(p_table + i, addresses[i])
+
+
+@triton.jit
+def tensor_at(p_table, i, DTYPE: tl.constexpr):
+    """Pointer to tensor number i of a table."""
     # every tensor is checked to be 16-byte aligned; without the hint loads are not vectorised
-    return tl.multiple_of(p_n, 16)
+    return tl.multiple_of(tl.load(p_table + i).to(tl.pointer_type(DTYPE)), 16)
 
 
 @triton.jit
@@ -89,6 +99,22 @@ def pushed(window, b_new, LENGTH: tl.constexpr):
     rows = (b_new,)
     for i in tl.static_range(LENGTH - 1):
         rows = rows + (window[i],)
+    return rows
+
+
+@triton.jit
+def raw_rows(p_first, t_first, o_d, T, D: tl.constexpr, PAST: tl.constexpr, COUNT: tl.constexpr, EVEN: tl.constexpr):
+    """PAST rows that may lie before a sequence and COUNT rows that may lie beyond it (not if EVEN), oldest first.
+
+    Rows [BLOCK_D] from row t_first at p_first on, in their own dtype; zeros outside [0, T).
+    """
+    rows = ()
+    for i in tl.static_range(PAST):
+        mask = o_d < tl.where(t_first + i >= 0, D, 0)
+        rows = rows + (tl.load(p_first + i * D + o_d, mask=mask, other=0.0),)
+    for i in tl.static_range(PAST, PAST + COUNT):
+        mask = o_d < (D if EVEN else tl.where(t_first + i < T, D, 0))
+        rows = rows + (tl.load(p_first + i * D + o_d, mask=mask, other=0.0),)
     return rows
 
 
@@ -165,9 +191,20 @@ def aligned(x: Tensor) -> Tensor:
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
-def padded(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The tensors with the last one repeated up to a power of two, so that few kernels are compiled as N grows."""
-    return (*tensors, *[tensors[-1]] * (triton.next_power_of_2(len(tensors)) - len(tensors)))
+def table(*rows: Sequence[Tensor]) -> Tensor:
+    """The addresses of equally many tensors per row, as a tensor [rows, N] on their device.
+
+    A kernel writes it from its arguments: nothing is copied from the host, and a CUDA graph replays it.
+    """
+    addresses = [x.data_ptr() for row in rows for x in row]
+    count = triton.next_power_of_2(len(addresses))  # few kernels are compiled as N grows
+    out = rows[0][0].new_empty(count, dtype=torch.int64)
+    addresses += addresses[-1:] * (count - len(addresses))
+    table_kernel[(1,)](tuple(addresses), out, COUNT=count, num_warps=1)
+    return out[: len(rows) * len(rows[0])].view(len(rows), -1)
+
+
+TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 def float32(x: Tensor | None) -> Tensor | None:

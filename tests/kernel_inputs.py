@@ -39,7 +39,7 @@ class Comparison:
             if fused[name].dtype in HALF_FACTOR:
                 bound = HALF_FACTOR[fused[name].dtype] * of_plain
             elif self.dh.dtype in HALF_FACTOR:
-                bound = HALF_PARAMETER_BOUND
+                bound = max(HALF_PARAMETER_BOUND, HALF_FACTOR[self.dh.dtype] * of_plain)
             else:
                 bound = max(FP32_BOUND, 1.5 * of_plain)
             assert error <= bound, f"{name}: {error:.1e}, reference {of_plain:.1e}"

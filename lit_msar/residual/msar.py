@@ -62,6 +62,10 @@ class MSAR(DepthAttention):
         train_queries: false freezes the queries at zero, a uniform mean over depth (control).
         eps: of both norms.
         kernels: auto, triton, reference (plain PyTorch) or compiled (torch.compile of it).
+        schedule: of the Triton kernels. `per_read` keeps statistics only. `per_block` retrieves from the completed
+            blocks for all reads of a block at once, several times faster; inside a block the state also holds, for each
+            read to come, what it retrieved [B, T, m, D] and its statistics [2, B, T, m]. Needs conv_owner producer and
+            the adaptive mix of two streams or more. The other kernels always read one at a time.
     """
 
     no_decay = frozenset({"query", "mix_scale", "mix_bias"})
@@ -77,6 +81,7 @@ class MSAR(DepthAttention):
         train_queries: bool = True,
         eps: float = 1e-5,
         kernels: Kernels = "auto",
+        schedule: Literal["per_read", "per_block"] = "per_read",
     ) -> None:
         super().__init__(
             block_size,
@@ -88,6 +93,7 @@ class MSAR(DepthAttention):
             mix=mix,
             gate=gate,
             train_queries=train_queries,
+            schedule=schedule,
         )
         reference.check_kernel_sizes(kernel_sizes)
         self.kernel_sizes = tuple(kernel_sizes)
@@ -97,6 +103,12 @@ class MSAR(DepthAttention):
         self.has_mixer = mix == "adaptive" and self.m > 1
         self.gate = gate
         self.train_queries = train_queries
+        if schedule == "per_block" and (self.reader_owns_convs or not self.has_mixer):
+            raise ValueError(
+                f"schedule=per_block needs conv_owner=producer and mix=adaptive of two streams or more, got "
+                f"conv_owner={conv_owner}, mix={mix}, {self.m} streams; use schedule=per_read"
+            )
+        self.by_block = schedule == "per_block"
 
     def build(self, d_model: int, n_layers: int) -> None:
         super().build(d_model, n_layers)
@@ -126,23 +138,47 @@ class MSAR(DepthAttention):
         return self.mix_weight[site.index], self.mix_scale[site.index], self.mix_bias[site.index]
 
     def read(self, state: State, site: Site) -> tuple[Tensor, State]:
-        position, sources = split_position(state)
-        x, sources = self.run_read(
-            "msar_read",
-            sources,
-            self.source_taps(site),
-            self.query[site.index],
-            *self.mixer(site),
-            kernel_sizes=self.kernel_sizes,
-            gate=self.gate,
-            eps=self.eps,
-            position=position,
-        )
-        return x, joined(position, sources)
+        position, tensors = split_position(state)
+        options = {"kernel_sizes": self.kernel_sizes, "eps": self.eps, "position": position}
+        if self._reads_by_block(tensors[0]):
+            x, tensors = self._read_by_block(tensors, site, options)
+        else:
+            parameters = (self.source_taps(site), self.query[site.index], *self.mixer(site))
+            x, tensors = self.run_read("msar_read", tensors, *parameters, gate=self.gate, **options)
+        return x, joined(position, tensors)
+
+    def _reads_by_block(self, source: Tensor) -> bool:
+        return self.by_block and hasattr(self.ops(source), "open_block")
+
+    def _read_by_block(self, tensors: State, site: Site, options: dict) -> tuple[Tensor, State]:
+        """The read at `site` of a state `(*completed sources, *2 tensors per read to come in the block, partial?)`."""
+        ops, taps = self.ops(tensors[0]), self.source_taps(site)
+        sources, waiting = self._completed(tensors, site)
+        partial, partial_taps = None, None
+        if self.opens_block(site):
+            reads = range(site.index, min(site.index + self.block_size, self.n_sublayers + 1))
+            waiting, sources = ops.open_block(sources, taps, [self.query[read] for read in reads], **options)
+        else:
+            partial, partial_taps = tensors[-1], taps[-1]
+            waiting = waiting[:-1]
+        parameters = (partial, partial_taps, self.query[site.index], *self.mixer(site))
+        x, partial = ops.read_block(*waiting[:2], *parameters, gate=self.gate, **options)
+        return x, (*sources, *waiting[2:], *(() if partial is None else (partial,)))
+
+    def _completed(self, tensors: State, site: Site) -> tuple[State, State]:
+        """The sources that no sublayer adds to any more, and the rest of the state."""
+        n = 1 + site.index // self.block_size
+        return tensors[:n], tensors[n:]
+
+    def sources(self, state: State, site: Site) -> State:
+        """The sources that the read at `site` sees."""
+        _, tensors = split_position(state)
+        completed, rest = self._completed(tensors, site)
+        return completed if self.opens_block(site) else (*completed, rest[-1])
 
     def inspect(self, state: State, site: Site) -> dict[str, Tensor]:
-        position, sources = split_position(state)
-        taps = self.source_taps(site)
+        position, _ = split_position(state)
+        sources, taps = self.sources(state, site), self.source_taps(site)
         streams = [reference.expand(s, w, self.kernel_sizes, position) for s, w in zip(sources, taps, strict=True)]
         logits = [reference.score(stream, self.query[site.index], self.eps) for stream in streams]
         seen = {"weights": torch.softmax(torch.stack(logits, dim=-1), dim=-1)}

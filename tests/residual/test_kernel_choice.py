@@ -7,7 +7,7 @@ from strategies import ToyModel
 import kernels
 from kernels import reference
 from lit_msar.initialization import initialize
-from lit_msar.residual import MSAR, AttnRes, Residual
+from lit_msar.residual import MSAR, AttnRes, Residual, sites
 
 pytest.importorskip("triton")
 
@@ -26,6 +26,7 @@ def built(strategy: Residual) -> Residual:
 STRATEGIES = {
     "attnres": lambda kernels: AttnRes(2, kernels=kernels),
     "msar": lambda kernels: MSAR(2, kernel_sizes=(1, 3), kernels=kernels),
+    "msar_per_block": lambda kernels: MSAR(2, kernel_sizes=(1, 3), kernels=kernels, schedule="per_block"),
     "msar_reader_owned": lambda kernels: MSAR(2, kernel_sizes=(1, 3), conv_owner="reader", kernels=kernels),
 }
 
@@ -63,3 +64,22 @@ def test_triton_without_kernels_for_the_strategy_is_an_error():
         kernels.implementation("triton", torch.device("cuda"))
     with pytest.raises(ValueError, match="n_depth_heads=4"):
         AttnRes(n_depth_heads=4, kernels="triton")
+
+
+@pytest.mark.parametrize("options", [{"conv_owner": "reader"}, {"mix": "mean"}, {"kernel_sizes": (1,)}])
+def test_per_block_names_what_it_needs(options):
+    with pytest.raises(ValueError, match="schedule=per_block needs conv_owner=producer and mix=adaptive"):
+        MSAR(schedule="per_block", **options)
+
+
+def test_inspect_sees_the_same_sources_inside_a_block():
+    maps = []
+    for kernels_option in ("triton", "reference"):
+        torch.manual_seed(0)
+        strategy = built(MSAR(3, kernel_sizes=(1, 3), kernels=kernels_option, schedule="per_block"))
+        state = strategy.begin(torch.randn(1, 4, 16, device=DEVICE))
+        for site in sites(2)[:2]:
+            x, state = strategy.read(state, site)
+            state = strategy.write(state, site, torch.tanh(x))
+        maps.append(strategy.inspect(state, sites(2)[2])["weights"])
+    torch.testing.assert_close(*maps, rtol=1e-4, atol=1e-5)

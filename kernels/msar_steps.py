@@ -1,0 +1,269 @@
+"""The steps of an MSAR read as launches of Triton kernels: what `msar_read` and `msar_block` are made of.
+
+P = B T tokens, R reads at once, N sources, m streams. Small tensors, a value per read, source, token and stream, are
+fp32. Retrieved streams are stored in the scratch dtype times a scale, their gradients in units, both [P, m].
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+import triton
+from torch import Tensor
+
+from kernels import depth_softmax, mixing, streams, streams_backward
+from kernels.gradients import Buffers
+from kernels.reference import Gate, n_taps
+from kernels.tiles import TRITON_DTYPES, table
+
+SEGMENT = 256  # tokens per program of a backward walk: one partial row set of the taps' gradient each
+MIX_TOKENS = 16
+MIX_GRADIENT_TOKENS = 128
+MIX_CHANNELS = 128
+
+Mixer = tuple[Tensor, Tensor, Tensor]
+"""Weight [m, m, D], scale [1] and bias [m], fp32."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """What the kernels of one read are compiled for."""
+
+    kernel_sizes: tuple[int, ...]
+    gate: Gate
+    eps: float
+
+    @property
+    def m(self) -> int:
+        return len(self.kernel_sizes)
+
+    @property
+    def K(self) -> int:
+        return n_taps(self.kernel_sizes)
+
+    @property
+    def block_d(self) -> int:
+        """Channels per program of one warp: two per lane while taps, their gradients and windows fit in registers."""
+        return 64 if self.K + max(self.kernel_sizes) <= 36 and self.m <= 4 else 32
+
+    @property
+    def steps(self) -> int:
+        """Tokens per tile of a retrieval, by the accumulators it needs."""
+        return max(1, 32 // self.m)
+
+
+class Sources:
+    """N sources [B, T, D] with their taps, as the kernels take them."""
+
+    def __init__(
+        self, tensors: Sequence[Tensor], taps: Sequence[Tensor], position: Tensor | None, buffers: Buffers | None = None
+    ) -> None:
+        """`taps` has one group per source, or a single one for all; `buffers` takes gradients in the backward pass."""
+        self.tensors, self.position, self.buffers = tuple(tensors), position, buffers
+        groups = tuple(taps) if len(taps) == len(tensors) else tuple(taps) * len(tensors)
+        gradients = () if buffers is None else (buffers.given, buffers.out)
+        self.table = table(self.tensors, groups, *gradients)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """B, T, D, N."""
+        return *self.tensors[0].shape, len(self.tensors)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensors[0].dtype
+
+    def constants(self, spec: Spec) -> dict:
+        """What every kernel over sources is compiled for."""
+        return {
+            "SIZES": spec.kernel_sizes,
+            "D": self.tensors[0].shape[-1],
+            "PACKED": self.position is not None,
+            "DTYPE": TRITON_DTYPES[self.dtype],
+            "num_warps": 1,
+        }
+
+
+def scratch_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What streams wait in between two kernels: for bf16 sources fp16, in known units 8 times as precise."""
+    return torch.float16 if dtype == torch.bfloat16 else torch.float32
+
+
+def score(spec: Spec, sources: Sources, queries: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits [R, N, P, m] and rstd [N, P, m] of every source for queries [R, m, D]."""
+    B, T, _, N = sources.shape
+    R = len(queries)
+    logits, rstd = queries.new_empty(R, N, B * T, spec.m), queries.new_empty(N, B * T, spec.m)
+    block_d, steps = (64, 16) if R == 1 else (32, max(1, 64 // R))
+    n_tiles = triton.cdiv(T, steps)
+    streams.score_kernel[(B * n_tiles, N, spec.m)](
+        sources.table, queries, sources.position, logits, rstd, T, N, B * T, n_tiles, spec.eps,
+        READS=R, STEPS=steps, BLOCK_D=block_d, EVEN=T % steps == 0, **sources.constants(spec),
+    )  # fmt: skip
+    return logits, rstd
+
+
+def softmax_over_sources(logits: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights [R, N, P, m], log-sum-exp [R, P, m], and the scale of what is retrieved [P, m]."""
+    R, N, *shape = logits.shape
+    weights, lse, scale = torch.empty_like(logits), logits.new_empty(R, *shape), logits.new_empty(shape)
+    depth_softmax.weights_kernel[(triton.cdiv(scale.numel(), depth_softmax.BLOCK), R)](
+        logits, rstd, weights, lse, scale, N, scale.numel(), BLOCK=depth_softmax.BLOCK
+    )
+    return weights, lse, scale
+
+
+def retrieve(
+    spec: Spec, sources: Sources, weights: Tensor, scale: Tensor | None, base: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    """The retrieved streams [P, m, D] of one read for weights [N, P, m].
+
+    Args:
+        scale: [P, m] for the scratch dtype; None for the plain values in the sources' dtype.
+        base: [P, m, D] and its weight [P, m], added: what the read has of other sources.
+    """
+    B, T, D, N = sources.shape
+    dtype = sources.dtype if scale is None else scratch_dtype(sources.dtype)
+    out = weights.new_empty(B * T, spec.m, D, dtype=dtype)
+    n_tiles = triton.cdiv(T, spec.steps)
+    streams.retrieve_kernel[(B * n_tiles, triton.cdiv(D, spec.block_d))](
+        sources.table, weights, scale, *(base or (None, None)), sources.position, out, T, N, B * T, n_tiles,
+        STEPS=spec.steps, BLOCK_D=spec.block_d, EVEN=T % spec.steps == 0, SCALED=scale is not None,
+        BASE=base is not None, **sources.constants(spec),
+    )  # fmt: skip
+    return out
+
+
+def retrieve_block(spec: Spec, sources: Sources, weights: Tensor, scale: Tensor) -> Tensor:
+    """The retrieved streams [R, P, m, D] of R reads of the same sources, in the scratch dtype; weights [R, N, P, m]."""
+    B, T, D, N = sources.shape
+    R = len(weights)
+    out = weights.new_empty(R, B * T, spec.m, D, dtype=scratch_dtype(sources.dtype))
+    steps = max(1, 64 // R)
+    n_tiles = triton.cdiv(T, steps)
+    streams.retrieve_block_kernel[(spec.m, B * n_tiles, triton.cdiv(D, 64))](
+        sources.table, weights, scale, sources.position, out, T, N, B * T, n_tiles,
+        READS=R, STEPS=steps, BLOCK_D=64, EVEN=T % steps == 0, **sources.constants(spec),
+    )  # fmt: skip
+    return out
+
+
+def mix(
+    spec: Spec, retrieved: Tensor, scale_of_r: Tensor, mixer: Mixer | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """h [P, D], and of its gates rstd and sums [P, 1 + m]; without a mixer the mean of the streams."""
+    P, m, D = retrieved.shape
+    out = retrieved.new_empty(P, D, dtype=dtype)
+    weight, scale, bias = mixer or (scale_of_r,) * 3
+    statistics = None if mixer is None else scale_of_r.new_empty(P, m + 1)
+    mixing.mix_kernel[(triton.cdiv(P, MIX_TOKENS),)](
+        retrieved, scale_of_r, weight, scale, bias, out, statistics, P, spec.eps,
+        M=m, D=D, BLOCK_T=MIX_TOKENS, BLOCK_D=64, SOFTMAX=spec.gate == "softmax", MEAN=mixer is None, num_warps=1,
+    )  # fmt: skip
+    return out, statistics
+
+
+@dataclasses.dataclass(frozen=True)
+class MixGradients:
+    """What the backward pass of a mix gives.
+
+    Attributes:
+        dr: [P, m, D] in units of `unit` [P, m].
+        mean: [P, m], dr_j . r_j: the mean of the weights' gradient over sources; None if not asked for.
+        mixer: gradients of weight, scale and bias.
+    """
+
+    dr: Tensor
+    unit: Tensor
+    mean: Tensor | None
+    mixer: tuple[Tensor, Tensor, Tensor]
+
+
+def mix_backward(
+    spec: Spec, retrieved: Tensor, scale_of_r: Tensor, dh: Tensor, mixer: Mixer, statistics: Tensor,
+    *, in_place: bool, with_mean: bool,
+) -> MixGradients:  # fmt: skip
+    """The backward pass of `mix` for dh [P, D]; `in_place` overwrites `retrieved`."""
+    P, m, D = retrieved.shape
+    weight, scale, bias = mixer
+    empty = scale_of_r.new_empty
+    n_programs, n_groups, n_chunks = (
+        triton.cdiv(*pair) for pair in ((P, MIX_TOKENS), (P, MIX_GRADIENT_TOKENS), (D, MIX_CHANNELS))
+    )
+    factors, unit, partial = empty(P, 5 * m), empty(P, m), empty(n_programs, m + 1)
+    mixing.mix_factors_kernel[(n_programs,)](
+        retrieved, scale_of_r, dh, statistics, weight.abs().amax(-1), scale, bias, factors, unit, partial, P,
+        M=m, D=D, BLOCK_T=MIX_TOKENS, BLOCK_D=64, SOFTMAX=spec.gate == "softmax", num_warps=2,
+    )  # fmt: skip
+    dr = retrieved if in_place else torch.empty_like(retrieved)
+    dweight, dots = empty(n_groups, m, m, D), empty(n_chunks, P, m) if with_mean else None
+    mixing.mix_gradient_kernel[(n_chunks, n_groups)](
+        retrieved, dr, dh, weight, factors, dweight, dots, P, MIX_GRADIENT_TOKENS,
+        M=m, D=D, BLOCK_T=4, BLOCK_D=MIX_CHANNELS, DOTS=with_mean, num_warps=4,
+    )  # fmt: skip
+    totals = partial.sum(0)
+    mean = dots.sum(0) * unit / scale_of_r if with_mean else None
+    return MixGradients(dr, unit, mean, (dweight.sum(0), totals[:1], totals[1:]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """How R reads of N sources weighted them.
+
+    Attributes:
+        queries: [R, m, D].
+        logits, weights: [R, N, P, m].
+        rstd: [N, P, m].
+    """
+
+    queries: Tensor
+    logits: Tensor
+    weights: Tensor
+    rstd: Tensor
+
+
+def sources_backward(
+    spec: Spec, sources: Sources, scores: Scores, drs: Sequence[Tensor], units: Tensor | float, means: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of all that R reads did with N sources; those of the sources go to their buffers.
+
+    Args:
+        drs: R tensors [P, m, D], or [P, D] that all streams share.
+        units: what their values count, [R, P, m] or one number.
+        means: [R, P, m], sum over all sources of a read of weight times its gradient; NaN, or None for all, where these
+            are all its sources and it is summed here.
+    Returns:
+        Gradients of the queries [R, m, D] and taps [N, K, D], and of the first read the weights' gradient [N, P, m].
+    """
+    B, T, D, N = sources.shape
+    R, P, m = len(drs), B * T, spec.m
+    shared = drs[0].ndim == 2
+    n_segments = triton.cdiv(T, SEGMENT)
+    empty, constants = scores.logits.new_empty, sources.constants(spec)
+    dr_table = table(drs)
+    dr_constants = {"READS": R, "SHARED": shared, "DR_DTYPE": TRITON_DTYPES[drs[0].dtype]}
+    n_chunks = triton.cdiv(D, 64)
+    partial = empty(n_chunks, R, N, P, m)
+    place = (T, N, P, n_segments, SEGMENT)
+    streams_backward.dweights_kernel[(n_chunks, B * n_segments, N * m)](
+        sources.table, dr_table, partial, sources.position, *place,
+        BLOCK_D=64, UNROLL=4 if R == 1 else 2, **dr_constants, **constants,
+    )  # fmt: skip
+    dweights = partial.sum(0)
+    scaled, slope, bend = torch.empty_like(dweights), torch.empty_like(dweights), empty(N, P, m)
+    has_units = isinstance(units, Tensor)
+    depth_softmax.slopes_kernel[(triton.cdiv(P * m, depth_softmax.BLOCK),)](
+        dweights, units if has_units else None, means, scores.weights, scores.logits, scores.rstd, scaled, slope, bend,
+        N, P * m, 0.0 if has_units else units, D,
+        READS=R, UNITS=has_units, MEANS=means is not None, BLOCK=depth_softmax.BLOCK,
+    )  # fmt: skip
+    dqueries = empty(N, B * n_segments, R, m, D)
+    streams_backward.dqueries_kernel[(n_chunks, B * n_segments, N * m)](
+        sources.table, slope, sources.position, dqueries, *place, READS=R, BLOCK_D=64, UNROLL=4, **constants
+    )
+    dtaps = empty(N, B * n_segments, spec.K, D)
+    streams_backward.gradient_kernel[(triton.cdiv(D, spec.block_d), B * n_segments, N)](
+        sources.table, dr_table, scaled, slope, bend, scores.queries, sources.position, dtaps, *place,
+        BLOCK_D=spec.block_d, UNROLL=4 if R == 1 else 1, ADD=sources.buffers.add, **dr_constants, **constants,
+    )  # fmt: skip
+    return dqueries.sum((0, 1)), dtaps.sum(1), dweights[0]
