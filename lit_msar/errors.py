@@ -8,7 +8,9 @@ from jsonargparse import ArgumentParser
 
 
 class StopTraining(RuntimeError):
-    """Training cannot go on, and nothing on the command line is wrong."""
+    """Training cannot go on, and nothing on the command line is wrong; raised on all ranks alike."""
+
+    exit_code = 1
 
 
 class OneLineErrors:

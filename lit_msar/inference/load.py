@@ -138,7 +138,7 @@ class ConsolidatedWeights(Weights):
         for file in files:
             with _opened(file) as opened:
                 spec = spec or (opened.metadata() or {}).get(SPEC_KEY)
-                for name in opened.keys():  # noqa: SIM118 (not a mapping)
+                for name in opened.keys():
                     self._files[name] = file
                     shapes[name] = torch.Size(opened.get_slice(name).get_shape())
         if spec is None:
@@ -175,7 +175,7 @@ def open_weights(path: str | Path) -> Weights:
         FileNotFoundError, ValueError: no such path, or nothing of this kit.
     """
     path = Path(path)
-    if path.suffix == ".safetensors" and path.is_file() or (path / INDEX_FILE).is_file():
+    if (path.suffix == ".safetensors" and path.is_file()) or (path / INDEX_FILE).is_file():
         return ConsolidatedWeights(path)
     return ShardedWeights(path) if path.is_dir() else FileWeights(path)
 

@@ -19,7 +19,6 @@ from lit_msar.model import Decoder
 from lit_msar.model.decoder import Layer
 from lit_msar.training.experts import spread_experts
 
-
 EXPERT = "expert"
 """Mesh dimension over which experts are spread."""
 
@@ -152,6 +151,13 @@ def _prefetch(layers: list[Layer], n_ahead: int) -> None:
 
 def _inner_units(layer: Layer) -> list[nn.Module]:
     return [module for module in layer.modules() if module is not layer and isinstance(module, FSDPModule)]
+
+
+def reshard(model: nn.Module) -> None:
+    """Leave every unit its own part alone: after a forward without backward some still show gathered parameters."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 # ------------------------------------------------------------------------------------------ gradients and optimizer

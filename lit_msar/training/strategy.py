@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from lit_msar.initialization import initialize
 from lit_msar.model import Decoder
 from lit_msar.training import sharded
-from lit_msar.training.parallel import Meshes, ShardOptions, shard_decoder
+from lit_msar.training.parallel import Meshes, ShardOptions, reshard, shard_decoder
+from lit_msar.training.watch import FailureWatch
 
 
 class FullyShard(ModelParallelStrategy):
@@ -53,6 +54,7 @@ class FullyShard(ModelParallelStrategy):
         self.options = ShardOptions(reshard_after_forward, prefetch, offload_states)
         self.async_save = async_save
         self.meshes: Meshes | None = None
+        self.watch: FailureWatch | None = None
         self._save_group: dist.ProcessGroup | None = None
         self._writing: Future | None = None
 
@@ -62,6 +64,8 @@ class FullyShard(ModelParallelStrategy):
         # Lightning's own mesh says which ranks read different data: all of them
         self._data_parallel_size, self._tensor_parallel_size = self.num_nodes * self.num_processes, 1
         super().setup_environment()
+        if self.world_size > 1:
+            self.watch = FailureWatch()
         replicate = self.num_nodes if self.replicate == "nodes" else self.replicate
         self.meshes = Meshes.make(self.root_device.type, self.world_size, replicate, self.expert_parallel)
 
@@ -72,6 +76,19 @@ class FullyShard(ModelParallelStrategy):
     def barrier(self, name: str | None = None) -> None:
         if dist.is_initialized():
             dist.barrier()
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if self.watch is not None:
+            watch, self.watch = self.watch, None
+            watch.report(exception)
+
+    def teardown(self) -> None:
+        if self.watch is not None:
+            self.barrier()  # the store goes with rank 0: nobody may still be watching
+            self.watch.stop()
+            self.watch = None
+        super().teardown()
 
     # ------------------------------------------------------------------------------------------ model
 
@@ -95,14 +112,17 @@ class FullyShard(ModelParallelStrategy):
         """Buffers are no states of the optimizer: they stay where the model computes."""
         for module in model.modules():
             for name, buffer in list(module.named_buffers(recurse=False)):
-                module.register_buffer(name, buffer.to(self.root_device), name not in module._non_persistent_buffers_set)
+                persistent = name not in module._non_persistent_buffers_set
+                module.register_buffer(name, buffer.to(self.root_device), persistent)
 
     # ------------------------------------------------------------------------------------------ checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Tensor]:
+        reshard(self.model)
         return self.model.state_dict()
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        reshard(self.model)
         return sharded.optimizer_tensors(self.model, optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
@@ -130,6 +150,7 @@ class FullyShard(ModelParallelStrategy):
         path = Path(self.broadcast(str(checkpoint_path)))
         rest = sharded.read_rest(path)
         self.lightning_module.refuse_other_model(rest)
+        reshard(self.model)
         optimizers = self.optimizers if self._is_fitting() else []
         sharded.load(path, rest, self.model, optimizers)
         return rest
