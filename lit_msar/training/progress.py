@@ -28,6 +28,7 @@ class Bar:
 
     def __init__(self, name: str, unit: str, total: int, done: int = 0) -> None:
         self._unit, self._total, self._first = unit, total, done
+        self._shown = done
         self._started, self._last_line = time.perf_counter(), -LINE_SECONDS
         self._rich: Progress | None = None
         console = Console(file=sys.stderr)
@@ -44,8 +45,9 @@ class Bar:
             self._rich.update(self._task, completed=done, note=note)
             return
         now = time.perf_counter()
-        if done > self._first and (now - self._last_line >= LINE_SECONDS or done == self._total):
-            self._last_line = now
+        is_end = done == self._total and done != self._shown
+        if done > self._first and (now - self._last_line >= LINE_SECONDS or is_end):
+            self._last_line, self._shown = now, done
             left = (now - self._started) / (done - self._first) * (self._total - done)
             print(f"{self._unit} {done}/{self._total}  {note}  left {left:,.0f} s", file=sys.stderr)
 

@@ -50,6 +50,7 @@ def test_lines_are_rare_but_the_last_one_comes(monkeypatch, capsys):
     for step in range(41, 101):
         now[0] += 1.0
         bar.update(step, "note")
+    bar.update(100, "validating")
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "step 41/100  note  left 59 s"
     assert lines[-1] == "step 100/100  note  left 0 s"
