@@ -48,18 +48,20 @@ class Launch:
 
 def launch(kernel: str, n: int, dtype: torch.dtype = torch.bfloat16) -> Launch:
     """The tile of a kernel for n lanes: what a program holds grows with n (or its square), so the tile shrinks."""
-    few = n <= 4
-    if kernel == "lanes_gradient" and few and dtype != torch.bfloat16:
-        return Launch(32, 32, num_warps=8, num_stages=1)  # products in fp32 take more registers
+    few, half = n <= 4, dtype == torch.bfloat16
     match kernel:
         case "update":
-            return Launch(16, 64) if few else Launch(16, 32, num_stages=1)
-        case "read" | "coefficients_gradient":
+            return Launch(32, 64) if few else Launch(16, 32, num_stages=1)
+        case "read":
             return Launch(8, 256) if few else Launch(4, 256)
+        case "coefficients_gradient":
+            return Launch(16, 128) if few else Launch(4, 256)
         case "update_gradient":
-            return Launch(4, 256) if few else Launch(2, 256)
+            return Launch(8, 128) if few else Launch(2, 256)
         case "lanes_gradient":
-            return Launch(64, 64, num_warps=8) if few else Launch(16, 16, num_warps=8, num_stages=1)
+            return Launch(32, 64) if few and half else Launch(16, 32, num_stages=1)
+        case "weight_gradient":
+            return Launch(64, 128, num_stages=4) if few and half else Launch(32, 32, num_stages=2)
     raise AssertionError(kernel)
 
 
@@ -292,7 +294,9 @@ class _Read(torch.autograd.Function):
     def forward(ctx, spec, handover, projected, lanes, weight, gates, *static):
         B, T, n, D = lanes.shape
         held = aligned(lanes)
-        if projected is None and weight is not None:
+        if projected is not None:
+            projected = projected.contiguous()
+        elif weight is not None:
             projected = _update(held, None, weight)[1]
         gates_32, static_32 = float32(gates), tuple(float32(part) for part in static)
         out = held.new_empty(B, T, D)
@@ -376,32 +380,49 @@ def _lanes_gradient(
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of the lanes and of W [columns, n D or D]; `dout` is what the write after this read left, if any."""
     B, T, n, D = lanes.shape
-    P = B * T
     dlanes = torch.empty_like(lanes)
     tile = launch("lanes_gradient", n, lanes.dtype)
-    n_slices = triton.cdiv(D, tile.channels)
-    n_chunks = _n_chunks(P, tile.tokens, n_slices, lanes.device)
-    tokens = triton.cdiv(triton.cdiv(P, n_chunks), tile.tokens) * tile.tokens
-    n_chunks = triton.cdiv(P, tokens)
     n_parts, dot = _precision(lanes.dtype)
-    leading = partial = None
+    leading = None
     if weight is not None:
         leading = aligned(weight.to(torch.bfloat16)) if n_parts == 2 else float32(weight)
-        partial = torch.empty(n_chunks, *weight.shape, dtype=torch.float32, device=lanes.device)
-    hyper_lanes.lanes_gradient_kernel[(n_slices, n_chunks)](
-        lanes, dh, dout, through[0], res, *through[1:], leading, dlanes, partial, P, tokens,
+    n_tiles, n_chunks = triton.cdiv(B * T, tile.tokens), triton.cdiv(D, tile.channels)
+    # channels are cut too, into segments of at least two steps, until there are a few programs per processor
+    n_segments = max(1, min(n_chunks // 2, triton.cdiv(4 * _n_processors(lanes.device), n_tiles)))
+    segment = triton.cdiv(n_chunks, n_segments) * tile.channels
+    hyper_lanes.lanes_gradient_kernel[(n_tiles, triton.cdiv(D, segment))](
+        lanes, dh, dout, through[0], res, *through[1:], leading, dlanes, B * T, segment,
         LATER=dout is not None, PROJECT=spec.project, COLS=spec.columns, WIDTH=_dot_width(spec.columns), n=n, D=D,
         PARTS=n_parts, DOT=dot, **tile.options(),
     )  # fmt: skip
-    if partial is None:
-        return dlanes, None
-    return dlanes, partial[0] if n_chunks == 1 else partial.sum(0)
+    return dlanes, None if weight is None else _weight_gradient(lanes, through[1], weight.shape)
 
 
-def _n_chunks(P: int, tile_tokens: int, n_slices: int, device: torch.device) -> int:
-    """Token chunks of the lanes' gradient: full waves of programs, and few, since each chunk writes a partial dW."""
-    n_processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-    most = max(1, min(32, triton.cdiv(P, tile_tokens)))
+def _weight_gradient(lanes: Tensor, draw: Tensor, shape: tuple[int, int]) -> Tensor:
+    """dW [columns, K] of draw [M, columns] and the lanes as [M, K]."""
+    (columns, K), M = shape, draw.shape[0]
+    tile = launch("weight_gradient", lanes.shape[2], lanes.dtype)
+    n_slices = triton.cdiv(K, tile.channels)
+    n_chunks = _n_chunks(M, tile.tokens, n_slices, lanes.device)
+    rows = triton.cdiv(triton.cdiv(M, n_chunks), tile.tokens) * tile.tokens
+    n_chunks = triton.cdiv(M, rows)
+    n_parts, dot = _precision(lanes.dtype)
+    partial = torch.empty(n_chunks, columns, K, dtype=torch.float32, device=lanes.device)
+    hyper_lanes.weight_gradient_kernel[(n_slices, n_chunks)](
+        lanes, draw, partial, M, rows,
+        COLS=columns, WIDTH=_dot_width(columns), K=K, PARTS=n_parts, DOT=dot, **tile.options(),
+    )  # fmt: skip
+    return partial[0] if n_chunks == 1 else partial.sum(0)
+
+
+def _n_processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def _n_chunks(M: int, tile_rows: int, n_slices: int, device: torch.device) -> int:
+    """Chunks of rows for dW: full waves of programs, and few, since each chunk writes a partial dW."""
+    n_processors = _n_processors(device)
+    most = max(1, min(32, triton.cdiv(M, tile_rows)))
 
     def cost(n_chunks: int) -> float:
         programs = n_slices * n_chunks
