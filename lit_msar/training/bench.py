@@ -22,10 +22,15 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from lit_msar.analysis.cost import default_strategies, training_flops_per_token
+from lit_msar.analysis.cost import (
+    FLOPS_PER_MULTIPLY_ADD,
+    default_strategies,
+    multiply_adds_per_token,
+    training_flops_per_token,
+)
 from lit_msar.analysis.peak import peak_flops
 from lit_msar.initialization import initialize
-from lit_msar.model import Decoder
+from lit_msar.model import Decoder, DecoderConfig
 from lit_msar.model.loss import Losses
 from lit_msar.residual import Residual, Site, State
 from lit_msar.residual.registry import parse_strategies
@@ -286,7 +291,7 @@ def bench_table(rows: list[BenchRow]) -> Table:
         table.add_row(
             row.strategy,
             f"{1e3 * row.step:.1f}",
-            *(f"{1e3 * row.parts[name]:.1f}" for name in PARTS),
+            *(f"{1e3 * row.parts[name]:.1f}" if name in row.parts else "-" for name in PARTS),
             f"{row.tokens_per_second:,.0f}",
             "-" if row.mfu is None else f"{100 * row.mfu:.1f} %",
             peak,
@@ -313,7 +318,7 @@ def write_csv(rows: list[BenchRow], path: Path, about: dict[str, object]) -> Non
             ]
         )
         for row in rows:
-            parts = [row.parts[name] for name in PARTS]
+            parts = [row.parts.get(name) for name in PARTS]
             writer.writerow(
                 [row.strategy, row.step, *parts, row.tokens_per_second, row.mfu, row.peak_gib, *about.values()]
             )
@@ -329,6 +334,7 @@ def bench(
     rounds: int = 3,
     output: str | None = None,
     trace: bool = False,
+    peer: bool = False,
 ) -> list[BenchRow]:
     """Time whole training steps of several strategies over one backbone, by part, and print a table.
 
@@ -340,6 +346,7 @@ def bench(
         rounds: times that every strategy has its turn.
         output: directory for bench.csv and traces; null for none.
         trace: write a Chrome trace of one step of each strategy to `output`.
+        peer: time transformers' Glm4Moe of the same shape in pure bf16 afterwards.
     """
     for name, value, least in (("steps", steps, 1), ("warmup", warmup, 0), ("rounds", rounds, 1)):
         if value < least:
@@ -352,11 +359,27 @@ def bench(
     console = Console(width=180)
     with console.status("") as status:
         rows = run.run(warmup, steps, rounds, status.update)
+    tokens = torch.cat([run.inputs, run.targets[:, -1:]], dim=1)
+    if trace:
+        for contestant in run.contestants:
+            run.trace(contestant, Path(output) / f"trace-{contestant.name}.json.gz")
+    del run  # the peer needs the memory
+    if peer:
+        rows.append(_peer_row(module.config, tokens, warmup, steps * rounds))
     console.print(bench_table(rows))
     if output is not None:
         about = {"device": device_name(device), "torch": torch.__version__, "commit": commit()}
         about |= {"batch_size": batch_size, "seq_len": seq_len, "model": module.spec.decoder}
         write_csv(rows, Path(output) / "bench.csv", about)
-        for contestant in run.contestants if trace else ():
-            run.trace(contestant, Path(output) / f"trace-{contestant.name}.json.gz")
     return rows
+
+
+def _peer_row(config: DecoderConfig, tokens: Tensor, warmup: int, steps: int) -> BenchRow:
+    from lit_msar.training.peer import peer_step_seconds
+
+    seconds, peak = peer_step_seconds(config, tokens, warmup, steps)
+    B, T = tokens.shape[0], tokens.shape[1] - 1
+    device_peak = peak_flops(tokens.device)
+    flops = FLOPS_PER_MULTIPLY_ADD * multiply_adds_per_token(config, T) * B * T
+    mfu = flops / seconds / device_peak if device_peak else None
+    return BenchRow("transformers Glm4Moe, bf16", seconds, {}, B * T / seconds, mfu, peak, float("nan"))

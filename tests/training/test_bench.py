@@ -63,6 +63,15 @@ def test_command_writes_rows_and_traces(tmp_path):
     assert (tmp_path / "trace-Vanilla.json.gz").stat().st_size > 1000
 
 
+def test_peer_gets_a_row_of_its_own(tmp_path):
+    pytest.importorskip("transformers")
+    bench(module_of(), 1, 8, "Vanilla", steps=1, warmup=0, rounds=1, output=str(tmp_path), peer=True)
+    row = list(csv.DictReader((tmp_path / "bench.csv").open()))[-1]
+    assert row["strategy"].startswith("transformers Glm4Moe")
+    assert float(row["tokens_per_second"]) == pytest.approx(8 / float(row["step_seconds"]))
+    assert row["attention_seconds"] == ""
+
+
 @pytest.mark.parametrize("options", [{"steps": 0}, {"rounds": 0}, {"warmup": -1}, {"trace": True}], ids=str)
 def test_wrong_options_are_refused_by_name(options):
     with pytest.raises(ValueError, match=next(iter(options))):
