@@ -197,11 +197,11 @@ def update_gradient_kernel(
 
 
 @triton.jit
-def factors(p_draw, o_row, m_row, COLS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr):
-    """Rows of draw, [.., PARTS WIDTH]: in fp32, or what is left of it in bf16 beside what that loses."""
+def factors(p_draw, o_row, m_t, COLS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr):
+    """draw [BLOCK_T, PARTS WIDTH]: in fp32, or what is left of it in bf16 beside what that loses."""
     o_r = tl.arange(0, PARTS * WIDTH)
     column = o_r % WIDTH
-    mask = m_row[:, None] & (column < COLS)[None, :]
+    mask = m_t[:, None] & (column < COLS)[None, :]
     b_draw = tl.load(p_draw + o_row[:, None] * COLS + column[None, :], mask=mask, other=0.0)
     if PARTS == 2:
         b_high = b_draw.to(tl.bfloat16)
@@ -212,96 +212,75 @@ def factors(p_draw, o_row, m_row, COLS: tl.constexpr, WIDTH: tl.constexpr, PARTS
 
 @triton.jit
 def lanes_gradient_kernel(
-    p_x, p_dh, p_dout, p_pre, p_res, p_draw, p_bend, p_weight, p_dx, P, segment,
+    p_x, p_dh, p_dout, p_pre, p_res, p_draw, p_bend, p_weight, p_dx, p_dweight, P, tokens,
     LATER: tl.constexpr, PROJECT: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, n: tl.constexpr,
     D: tl.constexpr, PARTS: tl.constexpr, DOT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The whole gradient of the lanes. One program: BLOCK_T tokens, a segment of the channels.
+    """The whole gradient of the lanes, and a partial dW per program. One program: `tokens` tokens, BLOCK_D channels.
 
     Args:
         p_dout: [P, n, D], the gradient of the lanes after the write, with LATER.
         p_weight: W, its leading part if there are two: what the second adds is under the rounding of dx.
+        p_dweight: [programs, COLS, n D or D] partial sums.
     """
-    first = tl.program_id(0).to(tl.int64) * BLOCK_T
-    o_t = tl.arange(0, BLOCK_T)
-    m_t = o_t < P - first
-    p_x += first * n * D
-    p_dx += first * n * D
-    p_dh += first * D
-    pre = ()
-    res = ()
-    draws = ()
-    bends = ()
-    N_ROWS: tl.constexpr = 0 if PROJECT == "none" else (n if PROJECT == "lane" else 1)
-    for j in tl.static_range(n):
-        pre = pre + (tl.load(p_pre + first * n + (o_t * n + j), mask=m_t, other=0.0),)
-    if LATER:
-        p_dout += first * n * D
-        for ij in tl.static_range(n * n):
-            res = res + (tl.load(p_res + first * n * n + (o_t * n * n + ij), mask=m_t, other=0.0),)
-    for row in tl.static_range(N_ROWS):
-        o_row = o_t * N_ROWS + row
-        draws = draws + (factors(p_draw + first * N_ROWS * COLS, o_row, m_t, COLS, WIDTH, PARTS),)
-        bends = bends + (tl.load(p_bend + first * N_ROWS + o_row, mask=m_t, other=0.0),)
+    o_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    m_d = o_d < D
     column = tl.arange(0, PARTS * WIDTH) % WIDTH  # W under both parts of draw
-    begin = tl.program_id(1) * segment
-    for d in range(begin, tl.minimum(begin + segment, D), BLOCK_D):
-        o_d = d + tl.arange(0, BLOCK_D)
-        m_td = m_t[:, None] & (o_d < D)[None, :]
-        b_dh = tl.load(p_dh + (o_t[:, None] * D + o_d[None, :]), mask=m_td, other=0.0).to(tl.float32)
+    m_rd = (column < COLS)[:, None] & m_d[None, :]
+    o_t = tl.arange(0, BLOCK_T)
+    N_WEIGHTS: tl.constexpr = n if PROJECT == "flat" else 1
+    K: tl.constexpr = N_WEIGHTS * D
+    dweight = ()
+    for _ in tl.static_range(N_WEIGHTS):
+        dweight = dweight + (tl.zeros([BLOCK_D, PARTS * WIDTH], tl.float32),)
+    begin = tl.program_id(1).to(tl.int64) * tokens
+    for start in range(0, tokens, BLOCK_T):
+        first = begin + start
+        m_t = o_t < tl.minimum(tokens - start, P - first)
+        m_td = m_t[:, None] & m_d[None, :]
+        b_dh = tl.load(p_dh + first * D + (o_t[:, None] * D + o_d[None, :]), mask=m_td, other=0.0)
         gradients = ()
         if LATER:
             for i in tl.static_range(n):
                 o_i = (o_t * n + i)[:, None] * D + o_d[None, :]
-                gradients = gradients + (tl.load(p_dout + o_i, mask=m_td, other=0.0),)
+                gradients = gradients + (tl.load(p_dout + first * n * D + o_i, mask=m_td, other=0.0),)
+        if PROJECT == "flat":
+            b_draw = factors(p_draw + first * COLS, o_t, m_t, COLS, WIDTH, PARTS)
+            bend = tl.load(p_bend + first + o_t, mask=m_t, other=0.0)
+        new_dweight = ()
         for j in tl.static_range(n):
             o_j = (o_t * n + j)[:, None] * D + o_d[None, :]
-            b_dx = pre[j][:, None] * b_dh
+            pre = tl.load(p_pre + first * n + (o_t * n + j), mask=m_t, other=0.0)
+            b_dx = pre[:, None] * b_dh.to(tl.float32)
             if LATER:
                 for i in tl.static_range(n):
-                    b_dx += res[i * n + j][:, None] * gradients[i].to(tl.float32)
+                    factor = tl.load(p_res + first * n * n + (o_t * n * n + i * n + j), mask=m_t, other=0.0)
+                    b_dx += factor[:, None] * gradients[i].to(tl.float32)
             if PROJECT != "none":
-                b_x = tl.load(p_x + o_j, mask=m_td, other=0.0).to(tl.float32)
+                b_x = tl.load(p_x + first * n * D + o_j, mask=m_td, other=0.0)
                 if PROJECT == "flat":
-                    p_w = p_weight + j * D + column[:, None] * (n * D)
-                    b_draw = draws[0]
-                    b_dx += bends[0][:, None] * b_x
+                    p_w = p_weight + j * D
+                    b_dweight = dweight[j]
                 else:
-                    p_w = p_weight + column[:, None] * D
-                    b_draw = draws[j]
-                    b_dx += bends[j][:, None] * b_x
-                b_w = tl.load(p_w + o_d[None, :], mask=(column < COLS)[:, None] & (o_d < D)[None, :], other=0.0)
+                    p_w = p_weight
+                    b_dweight = dweight[0]
+                    b_draw = factors(p_draw + first * n * COLS, o_t * n + j, m_t, COLS, WIDTH, PARTS)
+                    bend = tl.load(p_bend + first * n + (o_t * n + j), mask=m_t, other=0.0)
+                b_dx += bend[:, None] * b_x.to(tl.float32)
+                b_w = tl.load(p_w + column[:, None] * K + o_d[None, :], mask=m_rd, other=0.0)
                 b_dx += product(b_draw, b_w, tl.zeros([BLOCK_T, BLOCK_D], tl.float32), DOT)
-            tl.store(p_dx + o_j, b_dx.to(p_dx.dtype.element_ty), mask=m_td)
-
-
-@triton.jit
-def weight_gradient_kernel(
-    p_x, p_draw, p_dweight, M, rows,
-    COLS: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, DOT: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """dW = draw^T x over M rows of K values, [P, n D] or for `lane` [P n, D]; one program takes `rows` x BLOCK_D.
-
-    Args:
-        p_draw: [M, COLS] in fp32.
-        p_dweight: [programs along the rows, COLS, K], partial sums.
-    """
-    o_k = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
-    o_t = tl.arange(0, BLOCK_T)
-    begin = tl.program_id(1).to(tl.int64) * rows
-    p_x += begin * K
-    p_draw += begin * COLS
-    n_rows = tl.minimum(rows, M - begin)
-    total = tl.zeros([BLOCK_D, PARTS * WIDTH], tl.float32)
-    for start in range(0, rows, BLOCK_T):
-        o_row = start + o_t
-        m_row = o_row < n_rows
-        mask = m_row[:, None] & (o_k < K)[None, :]
-        b_x = tl.load(p_x + o_row.to(tl.int64)[:, None] * K + o_k[None, :], mask=mask, other=0.0)
-        total = product(tl.trans(b_x), factors(p_draw, o_row, m_row, COLS, WIDTH, PARTS), total, DOT)
-    o_r = tl.arange(0, WIDTH)
-    b_dweight = tl.sum(tl.reshape(total, [BLOCK_D, PARTS, WIDTH]), 1)
-    p_partial = p_dweight + tl.program_id(1).to(tl.int64) * COLS * K
-    mask = (o_k < K)[:, None] & (o_r < COLS)[None, :]
-    tl.store(p_partial + o_r[None, :] * K + o_k[:, None], b_dweight, mask=mask)
+                b_dweight = product(tl.trans(b_x), b_draw, b_dweight, DOT)
+                if PROJECT == "flat":
+                    new_dweight = new_dweight + (b_dweight,)
+                else:
+                    dweight = (b_dweight,)
+            tl.store(p_dx + first * n * D + o_j, b_dx.to(p_dx.dtype.element_ty), mask=m_td)
+        if PROJECT == "flat":
+            dweight = new_dweight
+    if PROJECT != "none":
+        o_r = tl.arange(0, WIDTH)
+        mask = m_d[:, None] & (o_r < COLS)[None, :]
+        p_partial = p_dweight + tl.program_id(1).to(tl.int64) * COLS * K
+        for j in tl.static_range(N_WEIGHTS):
+            b_sum = tl.sum(tl.reshape(dweight[j], [BLOCK_D, PARTS, WIDTH]), 1)
+            tl.store(p_partial + o_r[None, :] * K + j * D + o_d[:, None], b_sum, mask=mask)
