@@ -123,7 +123,7 @@ def overview() -> str:
 
 
 def main(argv: list[str]) -> int:
-    """Run one command; 0 if it ended well, 2 if the user can set it right, 1 if training had to stop."""
+    """Run one command; 0 if it ended well, 2 if the user can set it right, another if training had to stop."""
     command = argv[0] if argv else ""
     if command in ("", "-h", "--help"):
         print(overview())
@@ -139,7 +139,7 @@ def main(argv: list[str]) -> int:
     except (ValueError, OSError) as error:
         return _fail(error, 2)
     except StopTraining as error:
-        return _fail(error, 1)
+        return _fail(error, error.exit_code)
     return 0
 
 

@@ -9,15 +9,18 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_info
 
 from lit_msar.errors import OneLineErrors
 from lit_msar.residual.registry import strategy_names
+from lit_msar.training import saves
 from lit_msar.training.checkpoint import Checkpoint
 from lit_msar.training.datamodule import TokenData
 from lit_msar.training.module import LanguageModel
 from lit_msar.training.monitor import Monitor
 from lit_msar.training.progress import StepProgress
 from lit_msar.training.result import RunFiles
+from lit_msar.training.strategy import FullyShard
 
 
 class TrainParser(OneLineErrors, LightningArgumentParser):
@@ -73,10 +76,52 @@ class TrainCLI(LightningCLI):
         self.trainer_defaults["callbacks"] = [RunFiles()]
         return super().instantiate_trainer(**kwargs)
 
-    def before_fit(self) -> None:
-        """Refuse to write a second run into the directory of a first one."""
+    # ------------------------------------------------------------------------------------------ the commands
+
+    def fit(self, ckpt_path: str | None = None, **options: Any) -> None:
+        self._start("fit", ckpt_path, options)
+
+    def validate(self, ckpt_path: str | None = None, **options: Any) -> None:
+        self._start("validate", ckpt_path, options)
+
+    def test(self, ckpt_path: str | None = None, **options: Any) -> None:
+        self._start("test", ckpt_path, options)
+
+    def predict(self, ckpt_path: str | None = None, **options: Any) -> None:
+        self._start("predict", ckpt_path, options)
+
+    def _start(self, command: str, ckpt_path: str | None, options: dict[str, Any]) -> None:
+        path = self._last(command) if ckpt_path == "last" else ckpt_path
+        if path is not None:
+            self._check(Path(path))
+        elif command == "fit" and ckpt_path is None:
+            self._refuse_second_run()
+        # a checkpoint never runs code
+        getattr(self.trainer, command)(**options | {"ckpt_path": path, "weights_only": True})
+
+    def _last(self, command: str) -> str | None:
+        directory = Path(self.trainer.default_root_dir) / "checkpoints"
+        path = saves.newest(directory)
+        if path is None and command != "fit":
+            raise ValueError(f"ckpt_path last: no complete checkpoint in {directory}")
+        if path is None:
+            rank_zero_info(f"no complete checkpoint in {directory} yet: starting at step 0")
+        return None if path is None else str(path)
+
+    def _check(self, path: Path) -> None:
+        if not path.exists():
+            raise FileNotFoundError(f"ckpt_path: no checkpoint at {path}")
+        if why := saves.defect(path):
+            raise ValueError(f"ckpt_path {path} is not complete: {why}; --ckpt_path last takes the newest that is")
+        if path.is_dir() and not isinstance(self.trainer.strategy, FullyShard):
+            raise ValueError(
+                f"ckpt_path {path} is a sharded run's directory: add --config configs/strategy/fsdp.yaml (one process "
+                "will do), or start from its weights with --model.init_from"
+            )
+
+    def _refuse_second_run(self) -> None:
         root = Path(self.trainer.default_root_dir)
-        if self._get(self.config, "ckpt_path") is None and any((root / "checkpoints").glob("*.ckpt")):
+        if any((root / "checkpoints").glob("step=*.ckpt")):
             raise ValueError(
                 f"{root} already holds checkpoints: continue that run with --ckpt_path last, "
                 "or choose another --trainer.default_root_dir"
@@ -115,11 +160,16 @@ class ConfigCLI(TrainCLI):
 def quieten_lightning() -> None:
     """Drop the lines of Lightning that say nothing about the run."""
     chatter = ("\U0001f4a1 Tip", "TPU available", "Seed set to", "`Trainer.fit` stopped: `max_steps")
+    chatter += ("-" * 20,)
 
     def tells_something(record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith(chatter)
 
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(tells_something)
-    logging.getLogger("lightning.fabric.utilities.seed").addFilter(tells_something)
+    # of a rank that failed; it says so itself
+    logging.getLogger("lightning.fabric.strategies.launchers.subprocess_script").setLevel(logging.WARNING)
+    for name in ("pytorch.utilities.rank_zero", "fabric.utilities.rank_zero", "fabric.utilities.seed"):
+        logging.getLogger(f"lightning.{name}").addFilter(tells_something)
     warnings.filterwarnings("ignore", message=".*isinstance\\(treespec, LeafSpec\\).*")
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    # nothing in the model works in place on what a unit returns
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")

@@ -16,10 +16,14 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from lit_msar.errors import StopTraining
 
-KEY = "lit_msar/failures"
+COUNT, RANK = "lit_msar/failures", "lit_msar/failed_rank"
+"""Keys in the store."""
 POLL_SECONDS = 0.5
 LINGER_SECONDS = 2.0
-"""The failing rank waits so long before it prints its error: the others are gone by then."""
+"""A failing rank keeps its connections so long, lest the others' libraries print errors about them after its own."""
+PATIENCE_SECONDS = 4.0
+"""The others wait so long for a rank to print its error; not for rank 0, whose end they would only see as lost
+connections."""
 ELASTIC_SECONDS = 15.0
 """torchrun ends all ranks of its node itself, and blames the one that ends first: leave that to it at first."""
 HANG_SECONDS = 10
@@ -53,7 +57,9 @@ class FailureWatch:
                 _leave(exit_code)
             return
         try:
-            is_first = self._store.add(KEY, 1) == 1
+            is_first = self._store.add(COUNT, 1) == 1
+            if is_first:
+                self._store.set(RANK, str(dist.get_rank()))
         except RuntimeError:  # the store went with the rank that failed first
             is_first = False
         if not is_first:
@@ -67,16 +73,18 @@ class FailureWatch:
     def _run(self) -> None:
         while not self._stopped.wait(POLL_SECONDS):
             try:
-                self.has_failed = self._store.check([KEY])
-            except RuntimeError:
-                self.has_failed = True
+                self.has_failed = self._store.check([RANK])
+                failed_rank = int(self._store.get(RANK)) if self.has_failed else None
+            except RuntimeError:  # the process that keeps the store is gone
+                self.has_failed, failed_rank = True, None
             if self.has_failed:
-                break
-        else:
-            return
-        # rank 0 may be the parent of the failing rank: it stays until the error is printed
-        patience = LINGER_SECONDS + 2 if dist.get_rank() == 0 else 0.0
-        if not self._stopped.wait(ELASTIC_SECONDS if self._is_elastic else patience):
+                self._follow(failed_rank)
+                return
+
+    def _follow(self, failed_rank: int | None) -> None:
+        if failed_rank == 0 and not self._is_elastic:
+            _leave(0)  # rank 0 tells the exit code; a parent would kill itself over another one before it prints
+        if not self._stopped.wait(ELASTIC_SECONDS if self._is_elastic else PATIENCE_SECONDS):
             _leave(1)
 
 

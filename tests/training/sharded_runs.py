@@ -1,6 +1,7 @@
 """Runs over several processes: what each rank does, and how a test starts them and reads what they saw."""
 
 import os
+import signal
 import socket
 from pathlib import Path
 
@@ -186,3 +187,17 @@ def _resume(rank, name, source, strategy, root, prepared):
     path = root / source / STEP_TWO
     seen, _, _ = fit(root / "resumed", prepared, strategy=strategy, max_steps=5, ckpt_path=path)
     torch.save(seen, root / f"resumed_{name}.{rank}.pt")
+
+
+class Fail(L.Callback):
+    """Fails on one rank when a step ends, while the others go on to the next collective."""
+
+    def __init__(self, rank: int, step: int, how: str) -> None:
+        self.rank, self.step, self.how = rank, step, how
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if (trainer.global_rank, trainer.global_step) != (self.rank, self.step):
+            return
+        if self.how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise RuntimeError(f"the disk of rank {self.rank} is full")
