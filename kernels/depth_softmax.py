@@ -72,6 +72,7 @@ def slopes_kernel(
     inside = o < count
     units = ()
     means = ()
+    alone = ()  # whether a read has one source: its gradient is exactly zero, also where products are fused with sums
     for r in tl.static_range(READS):
         b_unit = tl.zeros([BLOCK], tl.float32) + constant
         if UNITS:
@@ -80,11 +81,14 @@ def slopes_kernel(
         for n in range(N):
             b_da = tl.load(p_dweights + (r * N + n) * count + o, mask=inside, other=0.0) * b_unit
             b_mean += b_da * tl.load(p_weights + (r * N + n) * count + o, mask=inside, other=0.0)
+        b_alone = o < tl.where(N == 1, count, 0)
         if MEANS:
             b_given = tl.load(p_mean + r * count + o, mask=inside, other=0.0)
             b_mean = tl.where(b_given == b_given, b_given, b_mean)
+            b_alone = b_alone & (b_given != b_given)
         units = units + (b_unit,)
         means = means + (b_mean,)
+        alone = alone + (b_alone,)
     for n in range(N):
         b_rstd = tl.load(p_rstd + n * count + o, mask=inside, other=0.0)
         b_bend = tl.zeros([BLOCK], tl.float32)
@@ -92,6 +96,7 @@ def slopes_kernel(
             at = (r * N + n) * count + o
             b_a = tl.load(p_weights + at, mask=inside, other=0.0)
             b_slope = b_a * (tl.load(p_dweights + at, mask=inside, other=0.0) * units[r] - means[r]) * b_rstd
+            b_slope = tl.where(alone[r], 0.0, b_slope)
             tl.store(p_scaled_weights + at, b_a * units[r], mask=inside)
             tl.store(p_slope + at, b_slope, mask=inside)
             b_bend += b_slope * tl.load(p_logits + at, mask=inside, other=0.0)

@@ -176,6 +176,17 @@ def mix_factors_kernel(
 
 
 @triton.jit
+def mix_rows(p_r, p_dh, t_first, o_d, t_end, M: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr):
+    """The m streams and dh of BLOCK_T tokens: M + 1 tiles [BLOCK_T, BLOCK_D] in their own dtypes."""
+    o_t = t_first + tl.arange(0, BLOCK_T)
+    m_td = (o_t < t_end)[:, None] & (o_d < D)[None, :]
+    rows = ()
+    for j in tl.static_range(M):
+        rows = rows + (tl.load(p_r + (o_t * M + j)[:, None] * D + o_d[None, :], mask=m_td, other=0.0),)
+    return rows + (tl.load(p_dh + o_t[:, None] * D + o_d[None, :], mask=m_td, other=0.0),)
+
+
+@triton.jit
 def mix_gradient_kernel(
     p_r, p_dr, p_dh, p_weight, p_factors, p_dweight, p_dots, P, tokens,
     M: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, DOTS: tl.constexpr,
@@ -192,37 +203,38 @@ def mix_gradient_kernel(
     for kj in tl.static_range(M * M):
         weight = weight + (tl.load(p_weight + kj * D + o_d, mask=m_d, other=0.0),)
         dweight = dweight + (tl.zeros([BLOCK_T, BLOCK_D], tl.float32),)
+    upcoming = mix_rows(p_r, p_dh, first, o_d, tl.minimum(first + tokens, P), M, D, BLOCK_T)
     for start in range(0, tokens, BLOCK_T):
         o_t = first + start + tl.arange(0, BLOCK_T)
         m_t = o_t < tl.minimum(first + tokens, P)
         m_td = m_t[:, None] & m_d[None, :]
-        b_dh = tl.load(p_dh + o_t[:, None] * D + o_d[None, :], mask=m_td, other=0.0).to(tl.float32)
+        rows = upcoming
+        # the next tokens' rows are under way before this step's store, which later loads could not pass
+        upcoming = mix_rows(p_r, p_dh, first + start + BLOCK_T, o_d, tl.minimum(first + tokens, P), M, D, BLOCK_T)
+        b_dh = rows[M].to(tl.float32)
         p_factor = p_factors + o_t * (5 * M)
-        rows = ()
         slopes = ()
-        for j in tl.static_range(M):
-            b_r = tl.load(p_r + (o_t * M + j)[:, None] * D + o_d[None, :], mask=m_td, other=0.0)
-            rows = rows + (b_r.to(tl.float32),)
-            slopes = slopes + (tl.load(p_factor + 2 * M + j, mask=m_t, other=0.0),)
+        for k in tl.static_range(M):
+            slopes = slopes + (tl.load(p_factor + 2 * M + k, mask=m_t, other=0.0),)
         updated = ()
         for j in tl.static_range(M):
             b_through_gates = slopes[0][:, None] * weight[j][None, :]
             for k in tl.static_range(1, M):
                 b_through_gates += slopes[k][:, None] * weight[k * M + j][None, :]
             b_dr = tl.load(p_factor + j, mask=m_t, other=0.0)[:, None] * b_dh
-            b_dr -= tl.load(p_factor + M + j, mask=m_t, other=0.0)[:, None] * rows[j]
+            b_dr -= tl.load(p_factor + M + j, mask=m_t, other=0.0)[:, None] * rows[j].to(tl.float32)
             b_dr += tl.load(p_factor + 3 * M + j, mask=m_t, other=0.0)[:, None] * b_through_gates
             b_stored = b_dr.to(p_dr.dtype.element_ty)
             tl.store(p_dr + (o_t * M + j)[:, None] * D + o_d[None, :], b_stored, mask=m_td)
             if DOTS:
                 p_dot = p_dots + (tl.program_id(0).to(tl.int64) * P + o_t) * M + j
-                tl.store(p_dot, tl.sum(b_stored.to(tl.float32) * rows[j], 1), mask=m_t)
+                tl.store(p_dot, tl.sum(b_stored.to(tl.float32) * rows[j].to(tl.float32), 1), mask=m_t)
         units = ()
         for j in tl.static_range(M):
             units = units + (tl.load(p_factor + 4 * M + j, mask=m_t, other=0.0),)
         for k in tl.static_range(M):
             for j in tl.static_range(M):
-                updated = updated + (dweight[k * M + j] + (slopes[k] * units[j])[:, None] * rows[j],)
+                updated = updated + (dweight[k * M + j] + (slopes[k] * units[j])[:, None] * rows[j].to(tl.float32),)
         dweight = updated
     p_partial = p_dweight + tl.program_id(1).to(tl.int64) * M * M * D
     for kj in tl.static_range(M * M):

@@ -17,8 +17,8 @@ from kernels.reference import Gate, n_taps
 from kernels.tiles import TRITON_DTYPES, table
 
 SEGMENT = 256  # tokens per program of a backward walk: one partial row set of the taps' gradient each
-MIX_TOKENS = 16
-MIX_GRADIENT_TOKENS = 128
+MIX_TOKENS = 8
+MIX_GRADIENT_TOKENS = 64
 MIX_CHANNELS = 128
 
 Mixer = tuple[Tensor, Tensor, Tensor]
@@ -94,7 +94,7 @@ def score(spec: Spec, sources: Sources, queries: Tensor) -> tuple[Tensor, Tensor
     B, T, _, N = sources.shape
     R = len(queries)
     logits, rstd = queries.new_empty(R, N, B * T, spec.m), queries.new_empty(N, B * T, spec.m)
-    block_d, steps = (64, 16) if R == 1 else (32, max(1, 64 // R))
+    block_d, steps = (64, 8) if R == 1 else (64, max(1, 32 // R))
     n_tiles = triton.cdiv(T, steps)
     streams.score_kernel[(B * n_tiles, N, spec.m)](
         sources.table, queries, sources.position, logits, rstd, T, N, B * T, n_tiles, spec.eps,
@@ -139,10 +139,11 @@ def retrieve_block(spec: Spec, sources: Sources, weights: Tensor, scale: Tensor)
     B, T, D, N = sources.shape
     R = len(weights)
     out = weights.new_empty(R, B * T, spec.m, D, dtype=scratch_dtype(sources.dtype))
-    steps = max(1, 64 // R)
+    steps = max(1, 32 // R)
     n_tiles = triton.cdiv(T, steps)
+    by_stream = weights.permute(3, 0, 1, 2).contiguous()  # the steps of a tile side by side: a quarter of the sectors
     streams.retrieve_block_kernel[(spec.m, B * n_tiles, triton.cdiv(D, 64))](
-        sources.table, weights, scale, sources.position, out, T, N, B * T, n_tiles,
+        sources.table, by_stream, scale, sources.position, out, T, N, B * T, n_tiles,
         READS=R, STEPS=steps, BLOCK_D=64, EVEN=T % steps == 0, **sources.constants(spec),
     )  # fmt: skip
     return out
@@ -158,7 +159,7 @@ def mix(
     statistics = None if mixer is None else scale_of_r.new_empty(P, m + 1)
     mixing.mix_kernel[(triton.cdiv(P, MIX_TOKENS),)](
         retrieved, scale_of_r, weight, scale, bias, out, statistics, P, spec.eps,
-        M=m, D=D, BLOCK_T=MIX_TOKENS, BLOCK_D=64, SOFTMAX=spec.gate == "softmax", MEAN=mixer is None, num_warps=1,
+        M=m, D=D, BLOCK_T=MIX_TOKENS, BLOCK_D=64, SOFTMAX=spec.gate == "softmax", MEAN=mixer is None, num_warps=4,
     )  # fmt: skip
     return out, statistics
 
@@ -193,7 +194,7 @@ def mix_backward(
     factors, unit, partial = empty(P, 5 * m), empty(P, m), empty(n_programs, m + 1)
     mixing.mix_factors_kernel[(n_programs,)](
         retrieved, scale_of_r, dh, statistics, weight.abs().amax(-1), scale, bias, factors, unit, partial, P,
-        M=m, D=D, BLOCK_T=MIX_TOKENS, BLOCK_D=64, SOFTMAX=spec.gate == "softmax", num_warps=2,
+        M=m, D=D, BLOCK_T=MIX_TOKENS, BLOCK_D=64, SOFTMAX=spec.gate == "softmax", num_warps=4,
     )  # fmt: skip
     dr = retrieved if in_place else torch.empty_like(retrieved)
     dweight, dots = empty(n_groups, m, m, D), empty(n_chunks, P, m) if with_mean else None
@@ -245,7 +246,7 @@ def sources_backward(
     n_chunks = triton.cdiv(D, 64)
     partial = empty(n_chunks, R, N, P, m)
     place = (T, N, P, n_segments, SEGMENT)
-    streams_backward.dweights_kernel[(n_chunks, B * n_segments, N * m)](
+    streams_backward.dweights_kernel[(n_chunks * N, B * n_segments, m)](
         sources.table, dr_table, partial, sources.position, *place,
         BLOCK_D=64, UNROLL=4 if R == 1 else 2, **dr_constants, **constants,
     )  # fmt: skip
@@ -258,12 +259,13 @@ def sources_backward(
         READS=R, UNITS=has_units, MEANS=means is not None, BLOCK=depth_softmax.BLOCK,
     )  # fmt: skip
     dqueries = empty(N, B * n_segments, R, m, D)
-    streams_backward.dqueries_kernel[(n_chunks, B * n_segments, N * m)](
-        sources.table, slope, sources.position, dqueries, *place, READS=R, BLOCK_D=64, UNROLL=4, **constants
-    )
+    if R > 1:
+        streams_backward.dqueries_kernel[(n_chunks * N, B * n_segments, m)](
+            sources.table, slope, sources.position, dqueries, *place, READS=R, BLOCK_D=64, UNROLL=4, **constants
+        )
     dtaps = empty(N, B * n_segments, spec.K, D)
-    streams_backward.gradient_kernel[(triton.cdiv(D, spec.block_d), B * n_segments, N)](
-        sources.table, dr_table, scaled, slope, bend, scores.queries, sources.position, dtaps, *place,
+    streams_backward.gradient_kernel[(triton.cdiv(D, spec.block_d) * N, B * n_segments)](
+        sources.table, dr_table, scaled, slope, bend, scores.queries, sources.position, dtaps, dqueries, *place,
         BLOCK_D=spec.block_d, UNROLL=4 if R == 1 else 1, ADD=sources.buffers.add, **dr_constants, **constants,
     )  # fmt: skip
     return dqueries.sum((0, 1)), dtaps.sum(1), dweights[0]

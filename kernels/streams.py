@@ -170,7 +170,7 @@ def retrieve_block_kernel(
     SIZES: tl.constexpr, READS: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr, BLOCK_D: tl.constexpr,
     PACKED: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """r [READS, P, m, D] of several reads of the same sources, expanded once for all; weights [READS, N, P, m].
+    """r [READS, P, m, D] of several reads of the same sources, expanded once for all; weights [m, READS, N, P].
 
     One program: STEPS tokens of BLOCK_D channels of one stream; r is scaled as in `retrieve_kernel`.
     """
@@ -209,7 +209,7 @@ def retrieve_stream(
             window = seen_at(rows, p_position, first + s, inside, s, WIDTH, PACKED)
             b_u = convolved(b_taps, window, 0, WIDTH)
             for r in tl.static_range(READS):
-                p_a = p_weights + ((r * N + n) * P + first) * M + s * M + j
+                p_a = p_weights + ((j * READS + r) * N + n) * P + first + s
                 updated = updated + (retrieved[s * READS + r] + tl.load(p_a, mask=inside, other=0.0) * b_u,)
         retrieved = updated
     for s in tl.static_range(STEPS):

@@ -2,7 +2,8 @@
 """Triton kernels of the backward pass over the expanded streams of a source: gradients of everything a read used.
 
 A program owns BLOCK_D channels of one source and walks along a segment of time, the last rows in a window of registers;
-what belongs to a channel (gradients of taps and queries) gathers in registers on the way.
+what belongs to a channel (gradients of taps and queries) gathers in registers on the way. Programs of the sources of
+one place run side by side, so that the L2 serves all but the first reader of dr.
 """
 
 import triton
@@ -37,7 +38,7 @@ def dweights_kernel(
     all streams share.
     """
     for j in tl.static_range(n_streams(SIZES)):
-        if tl.program_id(2) % n_streams(SIZES) == j:
+        if tl.program_id(2) == j:
             dweights_stream(
                 p_table, p_dr_table, p_dweights, p_position, T, N, P, n_segments, SEGMENT,
                 SIZES, j, READS, SHARED, D, BLOCK_D, UNROLL, PACKED, DTYPE, DR_DTYPE,
@@ -53,11 +54,12 @@ def dweights_stream(
     """UNROLL steps load first and store last: a store keeps the compiler from moving later loads before it."""
     M: tl.constexpr = n_streams(SIZES)
     WIDTH: tl.constexpr = width(SIZES, j)
-    n = tl.program_id(2) // M
+    n = tl.program_id(0) % N
     b = tl.program_id(1) // n_segments
     t_first = (tl.program_id(1) % n_segments) * SEGMENT
     t_end = tl.minimum(t_first + SEGMENT, T)
-    o_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    chunk = tl.program_id(0) // N
+    o_d = chunk * BLOCK_D + tl.arange(0, BLOCK_D)
     sequence = b.to(tl.int64) * T
     p_source = tensor_at(p_table, n, DTYPE) + sequence * D
     b_taps = load_rows(tensor_at(p_table, N + n, tl.float32) + first_tap(SIZES, j) * D, o_d, D, learned(SIZES, j))
@@ -86,7 +88,7 @@ def dweights_stream(
                 sums = sums + (tl.sum(drs[s * READS + r].to(tl.float32) * b_u),)
         for s in tl.static_range(UNROLL):
             for r in tl.static_range(READS):
-                row = ((tl.program_id(0).to(tl.int64) * READS + r) * N + n) * P + first + s
+                row = ((chunk.to(tl.int64) * READS + r) * N + n) * P + first + s
                 tl.store(p_dweights + row * M + j, sums[s * READS + r], mask=t_now + s < t_end)
 
 
@@ -101,7 +103,7 @@ def dqueries_kernel(
     One program: SEGMENT tokens of one stream of one source.
     """
     for j in tl.static_range(n_streams(SIZES)):
-        if tl.program_id(2) % n_streams(SIZES) == j:
+        if tl.program_id(2) == j:
             dqueries_stream(
                 p_table, p_slope, p_position, p_dqueries, T, N, P, n_segments, SEGMENT,
                 SIZES, j, READS, D, BLOCK_D, UNROLL, PACKED, DTYPE,
@@ -117,11 +119,12 @@ def dqueries_stream(
     """The sums of all reads stay in registers along time."""
     M: tl.constexpr = n_streams(SIZES)
     WIDTH: tl.constexpr = width(SIZES, j)
-    n = tl.program_id(2) // M
+    n = tl.program_id(0) % N
     b = tl.program_id(1) // n_segments
     t_first = (tl.program_id(1) % n_segments) * SEGMENT
     t_end = tl.minimum(t_first + SEGMENT, T)
-    o_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    chunk = tl.program_id(0) // N
+    o_d = chunk * BLOCK_D + tl.arange(0, BLOCK_D)
     sequence = b.to(tl.int64) * T
     p_source = tensor_at(p_table, n, DTYPE) + sequence * D
     b_taps = load_rows(tensor_at(p_table, N + n, tl.float32) + first_tap(SIZES, j) * D, o_d, D, learned(SIZES, j))
@@ -150,7 +153,8 @@ def dqueries_stream(
 
 @triton.jit
 def gradient_kernel(
-    p_table, p_dr_table, p_weights, p_slope, p_bend, p_query, p_position, p_dtaps, T, N, P, n_segments, SEGMENT,
+    p_table, p_dr_table, p_weights, p_slope, p_bend, p_query, p_position, p_dtaps, p_dquery,
+    T, N, P, n_segments, SEGMENT,
     SIZES: tl.constexpr, READS: tl.constexpr, SHARED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     UNROLL: tl.constexpr, ADD: tl.constexpr, PACKED: tl.constexpr, DTYPE: tl.constexpr, DR_DTYPE: tl.constexpr,
 ):  # fmt: skip
@@ -169,15 +173,17 @@ def gradient_kernel(
         p_weights, p_slope: [READS, N, P, m], the weights in the units of dr; p_bend: [N, P, m].
         p_query: [READS, m, D].
         p_dtaps: [N, B n_segments, K, D], one partial row set per program.
+        p_dquery: likewise [N, B n_segments, 1, m, D], for one read; `dqueries_kernel` does many.
     """
     M: tl.constexpr = n_streams(SIZES)
     K: tl.constexpr = first_tap(SIZES, M)
     WINDOW: tl.constexpr = widest(SIZES)
-    n = tl.program_id(2)
+    n = tl.program_id(0) % N
     b = tl.program_id(1) // n_segments
     t_first = (tl.program_id(1) % n_segments) * SEGMENT
     t_end = tl.minimum(t_first + SEGMENT, T)
-    o_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    chunk = tl.program_id(0) // N
+    o_d = chunk * BLOCK_D + tl.arange(0, BLOCK_D)
     sequence = b.to(tl.int64) * T
     p_source = tensor_at(p_table, n, DTYPE) + sequence * D
     p_in = tensor_at(p_table, 2 * N + n, DTYPE) + sequence * D
@@ -189,6 +195,7 @@ def gradient_kernel(
     queries = load_rows(p_query, o_d, D, M if READS == 1 else 0)  # those of many reads come from the cache
     pending = zeros(WINDOW, BLOCK_D)  # dv of the last rows, newest first
     dtaps = zeros(K, BLOCK_D)
+    dquery = zeros(M if READS == 1 else 0, BLOCK_D)
     window = history(p_source, t_first.to(tl.int64), o_d, D, WINDOW)
     for start in range(0, t_end - t_first + WINDOW - 1, UNROLL):
         t_now = t_first.to(tl.int64) + start
@@ -221,6 +228,7 @@ def gradient_kernel(
             if not PACKED:
                 back = pushed(pending, tl.zeros([BLOCK_D], tl.float32), WINDOW)
             new_dtaps = ()
+            new_dquery = ()
             for j in tl.static_range(M):
                 p_at = (n * P + first + s) * M + j
                 b_u = convolved(b_taps, seen, first_tap(SIZES, j), width(SIZES, j))
@@ -233,13 +241,17 @@ def gradient_kernel(
                     else:
                         b_query = tl.load(p_query + (r * M + j) * D + o_d, mask=o_d < D, other=0.0)
                     b_du += tl.load(p_weights + p_of_read, mask=exists, other=0.0) * b_dr
-                    b_du += tl.load(p_slope + p_of_read, mask=exists, other=0.0) * b_query
+                    slope = tl.load(p_slope + p_of_read, mask=exists, other=0.0)
+                    b_du += slope * b_query
+                    if READS == 1:
+                        new_dquery = new_dquery + (dquery[j] + (own * slope) * b_u,)
                 back = transposed(back, b_taps, b_du, first_tap(SIZES, j), width(SIZES, j), WINDOW)
                 if width(SIZES, j) > 1:
                     b_own = own * b_du
                     for i in tl.static_range(width(SIZES, j)):
                         new_dtaps = new_dtaps + (dtaps[first_tap(SIZES, j) + i] + b_own * seen[i],)
             dtaps = new_dtaps
+            dquery = new_dquery
             if PACKED:
                 back = delayed(pending, visible(back, position, WINDOW), WINDOW)
             pending = back
@@ -254,6 +266,9 @@ def gradient_kernel(
     program = n.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     for i in tl.static_range(K):
         tl.store(p_dtaps + (program * K + i) * D + o_d, dtaps[i], mask=o_d < D)
+    if READS == 1:
+        for j in tl.static_range(M):
+            tl.store(p_dquery + (program * M + j) * D + o_d, dquery[j], mask=o_d < D)
 
 
 @triton.jit

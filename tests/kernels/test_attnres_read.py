@@ -90,6 +90,25 @@ def test_gradients_gather_through_a_chain_of_reads_as_autograd_adds_them():
     )
 
 
+def test_a_compiled_function_around_a_read_runs_it_as_it_is():
+    case = attnres_case(2, 3, 40)
+    surrounding = torch.compile(lambda x: torch.tanh(call(fused.attnres_read)(x)) * 2, backend="eager")
+    torch.testing.assert_close(surrounding(case.inputs), torch.tanh(call(fused.attnres_read)(case.inputs)) * 2)
+
+
+@pytest.mark.gpu
+def test_a_captured_read_replays_with_new_sources():
+    case = attnres_case(9, 256, 2112, dtype=torch.bfloat16)
+    read = call(fused.attnres_read)
+    read(case.inputs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        h = read(case.inputs)
+    case.inputs["v3"].normal_()
+    graph.replay()
+    assert torch.equal(h, read(case.inputs))
+
+
 @pytest.mark.parametrize(
     ("sources", "message"),
     [

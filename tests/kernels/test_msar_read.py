@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from kernels import msar_read as fused
 
-SIZES = (1, 4, 8, 12)
+SIZES = (1, 3, 5)
 
 
 def msar_case(n_sources, T, D=40, B=1, sizes=SIZES, dtype=torch.float32, reader=False, mean=False, query_scale=0.3):
@@ -48,16 +48,16 @@ def check(gate="sigmoid", packed=False, **options):
 @pytest.mark.parametrize(
     "options",
     [
-        {"n_sources": 2, "T": 17},
-        {"n_sources": 2, "T": 10, "reader": True, "gate": "softmax"},
-        {"n_sources": 2, "T": 6, "packed": True, "B": 2, "sizes": (1, 3, 8)},
+        {"n_sources": 2, "T": 14, "sizes": (1, 4, 8, 12)},
+        {"n_sources": 2, "T": 9, "reader": True, "gate": "softmax"},
+        {"n_sources": 2, "T": 6, "packed": True, "B": 2},
         {"n_sources": 2, "T": 9, "packed": True, "reader": True, "mean": True},
         {"n_sources": 1, "T": 5},
         {"n_sources": 17, "T": 2, "sizes": (1, 2), "D": 8},
         {"n_sources": 2, "T": 7, "mean": True},
         {"n_sources": 3, "T": 9, "sizes": (1,), "mean": True},
         {"n_sources": 2, "T": 9, "sizes": (1, 1, 1, 1)},
-        {"n_sources": 1, "T": 9, "sizes": (1, 2, 4, 6, 8, 12, 16, 32), "D": 32},
+        {"n_sources": 1, "T": 3, "sizes": (1, 2, 3, 4, 5, 6, 7, 32), "D": 8},
         {"n_sources": 2, "T": 9, "D": 72, "sizes": (1, 4), "dtype": torch.bfloat16},
         {"n_sources": 2, "T": 9, "dtype": torch.float16},
     ],
@@ -67,12 +67,12 @@ def test_msar_read_matches_reference(options):
     check(**options)
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(
     n_sources=st.integers(1, 4),
-    T=st.integers(1, 12),
+    T=st.integers(1, 9),
     D=st.integers(1, 5).map(lambda n: 8 * n),
-    sizes=st.lists(st.integers(1, 13), max_size=2).map(lambda widths: (1, *widths)),
+    sizes=st.lists(st.integers(1, 9), max_size=2).map(lambda widths: (1, *widths)),
     packed=st.booleans(),
     reader=st.booleans(),
 )
