@@ -84,7 +84,7 @@ def score_stream(
         rstd = tl.rsqrt(tl.sum(squares[s]) / D + eps)
         tl.store(p_rstd + row, rstd, mask=inside)
         for r in tl.static_range(READS):
-            tl.store(p_logits + r * (N * P * M).to(tl.int64) + row, tl.sum(dots[s * READS + r]) * rstd, mask=inside)
+            tl.store(p_logits + r * tl.cast(N * P * M, tl.int64) + row, tl.sum(dots[s * READS + r]) * rstd, mask=inside)
 
 
 @triton.jit
@@ -209,7 +209,7 @@ def retrieve_stream(
             window = seen_at(rows, p_position, first + s, inside, s, WIDTH, PACKED)
             b_u = convolved(b_taps, window, 0, WIDTH)
             for r in tl.static_range(READS):
-                p_a = p_weights + ((j * READS + r) * N + n) * P + first + s
+                p_a = p_weights + tl.cast((j * READS + r) * N + n, tl.int64) * P + first + s
                 updated = updated + (retrieved[s * READS + r] + tl.load(p_a, mask=inside, other=0.0) * b_u,)
         retrieved = updated
     for s in tl.static_range(STEPS):

@@ -234,7 +234,7 @@ def gradient_kernel(
                 b_u = convolved(b_taps, seen, first_tap(SIZES, j), width(SIZES, j))
                 b_du = -tl.load(p_bend + p_at, mask=exists, other=0.0) * b_u
                 for r in tl.static_range(READS):
-                    p_of_read = p_at + r * (N * P * M).to(tl.int64)
+                    p_of_read = p_at + r * tl.cast(N * P * M, tl.int64)
                     b_dr = drs[(s * M + j) * READS + r].to(tl.float32)
                     if READS == 1:
                         b_query = queries[j]

@@ -1,0 +1,73 @@
+"""Compiles the depth-attention kernels for sm_90 and prints their names; `many` or `one_token` (all counts 1).
+
+Run by test_compilation.py in a process of its own, because Triton decides at import whether it interprets.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+from kernels import attnres_read, depth_softmax, mixing, streams, streams_backward
+
+D = 72
+SIZES = (1, 3)
+SOURCES = {"SIZES": SIZES, "D": D, "PACKED": True, "DTYPE": tl.bfloat16}
+TILE = {"STEPS": 4, "BLOCK_D": 64, "EVEN": False}
+WALK = {"BLOCK_D": 64, "UNROLL": 2, "SHARED": False, "DR_DTYPE": tl.float16}
+ATTNRES = {"D": D, "MAIN": 64, "TAIL": 32, "DTYPE": tl.bfloat16}
+MIX = {"M": 2, "D": D, "BLOCK_T": 4, "BLOCK_D": 64}
+# the module's kernel, what it is compiled for, and warps
+KERNELS = [
+    (attnres_read.forward_kernel, ATTNRES | {"TOKENS": 1}, 2),
+    (attnres_read.backward_kernel, ATTNRES | {"TOKENS": 8, "NP": 4, "ADD": True}, 2),
+    (streams.score_kernel, SOURCES | TILE | {"READS": 2}, 1),
+    (streams.retrieve_kernel, SOURCES | TILE | {"SCALED": True, "BASE": True}, 1),
+    (streams.retrieve_block_kernel, SOURCES | TILE | {"READS": 2}, 1),
+    (streams_backward.dweights_kernel, SOURCES | WALK | {"READS": 2}, 1),
+    (streams_backward.dqueries_kernel, SOURCES | {"READS": 2, "BLOCK_D": 64, "UNROLL": 2}, 1),
+    (streams_backward.gradient_kernel, SOURCES | WALK | {"READS": 1, "ADD": True}, 1),
+    (depth_softmax.weights_kernel, {"BLOCK": 128}, 4),
+    (depth_softmax.merge_kernel, {"BLOCK": 128}, 4),
+    (depth_softmax.slopes_kernel, {"READS": 2, "UNITS": True, "MEANS": True, "BLOCK": 128}, 4),
+    (mixing.mix_kernel, MIX | {"SOFTMAX": False, "MEAN": False}, 4),
+    (mixing.mix_factors_kernel, MIX | {"SOFTMAX": True}, 4),
+    (mixing.mix_gradient_kernel, MIX | {"DOTS": True}, 4),
+]
+COUNTS = ("T", "N", "P", "n_tiles", "n_segments", "n_tokens", "count", "tokens")
+TYPES = {
+    "p_out": "*bf16",
+    "p_dh": "*bf16",
+    "p_r": "*fp16",
+    "p_dr": "*fp16",
+    "p_base": "*fp16",
+    "p_table": "*i64",
+    "p_dr_table": "*i64",
+    "p_position": "*i32",
+    "SEGMENT": "i32",
+    "D": "i32",
+    "eps": "fp32",
+    "constant": "fp32",
+}
+
+
+def check(kernel, constants: dict, warps: int, all_one: bool) -> None:
+    signature, fixed = {}, {}
+    for place, name in enumerate(kernel.arg_names):
+        value = constants.get(name, 1 if all_one and name in COUNTS else None)
+        if value is None:
+            signature[name] = TYPES.get(name, "i32" if name in COUNTS else "*fp32")
+        else:
+            signature[name], fixed[(place,)] = "constexpr", value
+    source = ASTSource(fn=kernel, signature=signature, constexprs=fixed)
+    compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    print(kernel.__name__)
+
+
+if __name__ == "__main__":
+    for kernel, constants, warps in KERNELS:
+        check(kernel, constants, warps, all_one=sys.argv[1] == "one_token")
