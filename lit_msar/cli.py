@@ -92,6 +92,12 @@ def _report(argv: list[str]) -> None:
     _run_function("report", report, argv)
 
 
+def _consolidate(argv: list[str]) -> None:
+    from lit_msar.inference.consolidate import consolidate
+
+    _run_function("consolidate", consolidate, argv)
+
+
 def _data_info(argv: list[str]) -> None:
     from data.info import data_info
 
@@ -110,6 +116,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], None], str]] = {
     "generate": (lambda argv: _run_function("generate", generate, argv), "continue a prompt"),
     "cost": (_cost, "parameters, FLOPs and bytes of every strategy at a size"),
     "bench": (_bench, "time a training step by part and strategy"),
+    "consolidate": (_consolidate, "weights of a checkpoint as safetensors"),
     "report": (_report, "compare finished runs"),
 }
 

@@ -107,7 +107,7 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...]:
         if isinstance(placement, Shard):
             size, n_parts = tensor.shape[placement.dim], tensor.device_mesh.size(mesh_dim)
             step = -(-size // n_parts)  # torch.chunk's parts: the last ones may be short or empty
-            start = min(step * tensor.device_mesh.get_local_rank(mesh_dim), size)
+            start = min(step * tensor.device_mesh.get_coordinate()[mesh_dim], size)
             slices[placement.dim] = slice(start, min(start + step, size))
     return tuple(slices)
 

@@ -7,6 +7,7 @@ parameter the rank's own part alone.
 
 import json
 import pickle
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -123,7 +124,9 @@ class ShardedWeights(Weights):
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         named = {f"{self.prefix}{name}": tensor.detach() for name, tensor in tensors.items()}
         try:
-            dcp.load(named, storage_reader=self._reader, no_dist=True)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # so it is, on purpose
+                dcp.load(named, storage_reader=self._reader, no_dist=True)
         except (CheckpointException, OSError) as error:
             raise ValueError(f"{self.path} is damaged: {str(error).splitlines()[-1]}") from error
 

@@ -47,6 +47,7 @@ FOUR_RANKS = {
 SHORT = {"kept_gathered", "prefetch_two", "recomputed", "offloaded", "aux_loss", "sharded_and_expert_parallel"}
 """What the first steps show."""
 
+TOKENS = torch.arange(40).view(2, 20)
 STEP_TWO = "checkpoints/step=2.ckpt"
 SAVES = {"plain": {}, "async": {"async_save": True}, "expert_parallel_saved": {"expert_parallel": 2}}
 # scenario: run that saved, options of the strategy
@@ -70,6 +71,7 @@ class Record(L.Callback):
     def on_train_start(self, trainer, module):
         # now: after a forward, units that stay gathered show their gathered parameters
         self.parameters = dict(module.decoder.named_parameters())
+        self.start = {name: whole(value).clone() for name, value in module.decoder.state_dict().items()}
 
     def on_before_zero_grad(self, trainer, module, optimizer):
         if not self.gradients and module.grad_norm is not None:
@@ -85,6 +87,7 @@ class Record(L.Callback):
 
     def seen(self, module):
         return {
+            "start": self.start,
             "losses": self.losses,
             "norms": self.norms,
             "gradients": self.gradients,
@@ -178,7 +181,9 @@ def _run(rank, scenarios, root, prepared):
 def _save(rank, name, strategy, root, prepared):
     """Five steps, saved after 2, 4 and 5."""
     checkpoint = Checkpoint(every_n_steps=2, keep_last=-1)
-    seen, _, _ = fit(root / name, prepared, strategy=strategy, max_steps=5, callbacks=[checkpoint])
+    seen, model, _ = fit(root / name, prepared, strategy=strategy, max_steps=5, callbacks=[checkpoint])
+    with torch.no_grad():
+        seen["logits"] = model.decoder(TOKENS).logits
     torch.save(seen, root / f"{name}.{rank}.pt")
 
 

@@ -8,12 +8,15 @@ from training.sharded_runs import (
     FOUR_RANKS,
     RESIDUALS,
     RESUMES,
+    SAVES,
     STEP_TWO,
+    TOKENS,
     TWO_RANKS,
     fit,
     run_everything,
 )
 
+from lit_msar.inference.consolidate import consolidate
 from lit_msar.inference.load import load_decoder
 from lit_msar.training.checkpoint import Checkpoint
 from lit_msar.training.strategy import FullyShard
@@ -56,6 +59,14 @@ def test_sharded_runs_agree_with_one_process(scenario, sharded, unsharded):
     for name, gradient in expected["gradients"].items():
         error = (seen["gradients"][name] - gradient).norm()
         assert error <= 2e-5 * gradient.norm() + 1e-9, name
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_the_start_is_that_of_one_process_bit_for_bit(scenario, sharded, unsharded):
+    start = sharded(scenario)["start"]
+    expected = unsharded[SCENARIOS[scenario][0]]["start"]
+    assert start.keys() == expected.keys()
+    assert all(torch.equal(start[name], value) for name, value in expected.items())
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
@@ -120,6 +131,14 @@ def test_directories_hold_the_same_step(directory, root, sharded, straight):
 def test_asynchronous_save_holds_the_values_of_its_step(root, sharded):
     saved = [load_decoder(root / name / STEP_TWO, torch.device("cpu")).state_dict() for name in ("plain", "async")]
     assert all(torch.equal(saved[1][name], value) for name, value in saved[0].items())
+
+
+@pytest.mark.parametrize("directory", [*SAVES, "one_rank"])
+def test_consolidated_logits_equal_sharded_logits(directory, root, sharded, tmp_path):
+    consolidate(str(root / directory / "checkpoints" / "last.ckpt"), str(tmp_path / "out.safetensors"))
+    with torch.no_grad():
+        logits = load_decoder(tmp_path / "out.safetensors", torch.device("cpu"))(TOKENS).logits
+    assert torch.allclose(logits, sharded(directory)["logits"], rtol=1e-6, atol=1e-6)
 
 
 def test_manifest_says_what_made_the_checkpoint(root, sharded):
