@@ -94,12 +94,16 @@ def score(spec: Spec, sources: Sources, queries: Tensor) -> tuple[Tensor, Tensor
     B, T, _, N = sources.shape
     R = len(queries)
     logits, rstd = queries.new_empty(R, N, B * T, spec.m), queries.new_empty(N, B * T, spec.m)
-    block_d, steps = (64, 8) if R == 1 else (64, max(1, 32 // R))
+    # one read: all streams in one program; many: a stream per program, or their sums would not fit in registers
+    steps = max(1, 16 // spec.m) if R == 1 else max(1, 32 // R)
     n_tiles = triton.cdiv(T, steps)
-    streams.score_kernel[(B * n_tiles, N, spec.m)](
-        sources.table, queries, sources.position, logits, rstd, T, N, B * T, n_tiles, spec.eps,
-        READS=R, STEPS=steps, BLOCK_D=block_d, EVEN=T % steps == 0, **sources.constants(spec),
-    )  # fmt: skip
+    place = (T, N, B * T, n_tiles, spec.eps)
+    options = {"STEPS": steps, "EVEN": T % steps == 0, **sources.constants(spec)}
+    tensors = (sources.table, queries, sources.position, logits, rstd)
+    if R == 1:
+        streams.score_read_kernel[(B * n_tiles, N)](*tensors, *place, BLOCK_D=spec.block_d, **options)
+    else:
+        streams.score_kernel[(B * n_tiles, N, spec.m)](*tensors, *place, READS=R, BLOCK_D=64, **options)
     return logits, rstd
 
 

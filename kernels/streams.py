@@ -27,6 +27,49 @@ from kernels.tiles import (
 
 
 @triton.jit
+def score_read_kernel(
+    p_table, p_query, p_position, p_logits, p_rstd, T, N, P, n_tiles, eps,
+    SIZES: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr, BLOCK_D: tl.constexpr, PACKED: tl.constexpr,
+    EVEN: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Logits and rstd [N, P, m] of N sources for one query [m, D]. One program: STEPS tokens of one source, all of D.
+
+    Squares and dot products stay spread over the lanes until the last channel, then each is summed once.
+    """
+    M: tl.constexpr = n_streams(SIZES)
+    WINDOW: tl.constexpr = widest(SIZES)
+    n = tl.program_id(1)
+    b = tl.program_id(0) // n_tiles
+    t_first = (tl.program_id(0) % n_tiles) * STEPS
+    t_oldest = t_first - (WINDOW - 1)
+    p_oldest = tensor_at(p_table, n, DTYPE) + (b.to(tl.int64) * T + t_oldest) * D
+    p_taps = tensor_at(p_table, N + n, tl.float32)
+    squares = zeros(M * STEPS, BLOCK_D)
+    dots = zeros(M * STEPS, BLOCK_D)
+    for d in range(0, D, BLOCK_D):
+        o_d = d + tl.arange(0, BLOCK_D)
+        rows = as_float32(raw_rows(p_oldest, t_oldest, o_d, T, D, WINDOW - 1, STEPS, EVEN), WINDOW - 1 + STEPS)
+        new_squares = ()
+        new_dots = ()
+        for j in tl.static_range(M):
+            b_taps = load_rows(p_taps + first_tap(SIZES, j) * D, o_d, D, learned(SIZES, j))
+            b_query = tl.load(p_query + j * D + o_d, mask=o_d < D, other=0.0)
+            for s in tl.static_range(STEPS):
+                window = seen_at(rows, p_position, b * T + t_first + s, t_first + s < T, s, WINDOW, PACKED)
+                b_u = convolved(b_taps, window, 0, width(SIZES, j))
+                new_squares = new_squares + (squares[j * STEPS + s] + b_u * b_u,)
+                new_dots = new_dots + (dots[j * STEPS + s] + b_u * b_query,)
+        squares = new_squares
+        dots = new_dots
+    for s in tl.static_range(STEPS):
+        for j in tl.static_range(M):
+            row = (n.to(tl.int64) * P + b * T + t_first + s) * M + j
+            rstd = tl.rsqrt(tl.sum(squares[j * STEPS + s]) / D + eps)
+            tl.store(p_rstd + row, rstd, mask=t_first + s < T)
+            tl.store(p_logits + row, tl.sum(dots[j * STEPS + s]) * rstd, mask=t_first + s < T)
+
+
+@triton.jit
 def score_kernel(
     p_table, p_query, p_position, p_logits, p_rstd, T, N, P, n_tiles, eps,
     SIZES: tl.constexpr, READS: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr, BLOCK_D: tl.constexpr,

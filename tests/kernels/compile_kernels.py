@@ -25,6 +25,7 @@ MIX = {"M": 2, "D": D, "BLOCK_T": 4, "BLOCK_D": 64}
 KERNELS = [
     (attnres_read.forward_kernel, ATTNRES | {"TOKENS": 1}, 2),
     (attnres_read.backward_kernel, ATTNRES | {"TOKENS": 8, "NP": 4, "ADD": True}, 2),
+    (streams.score_read_kernel, SOURCES | TILE, 1),
     (streams.score_kernel, SOURCES | TILE | {"READS": 2}, 1),
     (streams.retrieve_kernel, SOURCES | TILE | {"SCALED": True, "BASE": True}, 1),
     (streams.retrieve_block_kernel, SOURCES | TILE | {"READS": 2}, 1),
