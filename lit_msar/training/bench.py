@@ -29,6 +29,7 @@ from lit_msar.analysis.cost import (
     training_flops_per_token,
 )
 from lit_msar.analysis.peak import peak_flops
+from lit_msar.analysis.roofline import measure_roofs, roofline_figure, step_work
 from lit_msar.initialization import initialize
 from lit_msar.model import Decoder, DecoderConfig
 from lit_msar.model.loss import Losses
@@ -344,7 +345,7 @@ def bench(
         steps: timed steps of a strategy in a round.
         warmup: steps before the first timed one.
         rounds: times that every strategy has its turn.
-        output: directory for bench.csv and traces; null for none.
+        output: directory for bench.csv, roofline.png and traces; null for none.
         trace: write a Chrome trace of one step of each strategy to `output`.
         peer: time transformers' Glm4Moe of the same shape in pure bf16 afterwards.
     """
@@ -371,6 +372,9 @@ def bench(
         about = {"device": device_name(device), "torch": torch.__version__, "commit": commit()}
         about |= {"batch_size": batch_size, "seq_len": seq_len, "model": module.spec.decoder}
         write_csv(rows, Path(output) / "bench.csv", about)
+        work = {name: step_work(module.config, s, batch_size, seq_len) for name, s in strategies.items()}
+        figure = roofline_figure({row.strategy: row.parts for row in rows}, work, measure_roofs(device))
+        figure.savefig(Path(output) / "roofline.png", dpi=120)
     return rows
 
 

@@ -61,6 +61,7 @@ def test_command_writes_rows_and_traces(tmp_path):
     assert [row["strategy"] for row in rows] == ["Vanilla"]
     assert float(rows[0]["step_seconds"]) > 0
     assert (tmp_path / "trace-Vanilla.json.gz").stat().st_size > 1000
+    assert (tmp_path / "roofline.png").stat().st_size > 1000
 
 
 def test_peer_gets_a_row_of_its_own(tmp_path):
