@@ -92,6 +92,13 @@ def _report(argv: list[str]) -> None:
     _run_function("report", report, argv)
 
 
+def _plan(argv: list[str]) -> None:
+    from lit_msar.training.command import ConfigCLI, plan
+
+    config = ConfigCLI(argv, plan, skip=("config",))
+    plan(config, **config.options)
+
+
 def _consolidate(argv: list[str]) -> None:
     from lit_msar.inference.consolidate import consolidate
 
@@ -116,6 +123,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], None], str]] = {
     "generate": (lambda argv: _run_function("generate", generate, argv), "continue a prompt"),
     "cost": (_cost, "parameters, FLOPs and bytes of every strategy at a size"),
     "bench": (_bench, "time a training step by part and strategy"),
+    "plan": (_plan, "whether a run fits its GPUs, and what makes it fit"),
     "consolidate": (_consolidate, "weights of a checkpoint as safetensors"),
     "report": (_report, "compare finished runs"),
 }

@@ -3,6 +3,7 @@
 import logging
 import warnings
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
 
+from lit_msar.analysis.plan import Setup, print_plan
 from lit_msar.errors import OneLineErrors
 from lit_msar.residual.registry import strategy_names
 from lit_msar.training import saves
@@ -155,6 +157,48 @@ class ConfigCLI(TrainCLI):
         self.config_init = self.parser.instantiate_classes(self.config)
         self.model: LanguageModel = self.config_init["model"]
         self.datamodule: TokenData = self.config_init["data"]
+
+
+def plan(config: ConfigCLI, gpus: int = 8, gpu_memory: float = 80.0, gpus_per_node: int = 8, mfu: float = 0.35) -> None:
+    """Estimate whether a run fits its GPUs, and what makes it fit.
+
+    Args:
+        gpus: of the whole run.
+        gpu_memory: of one GPU (GiB).
+        gpus_per_node: that NVLink connects.
+        mfu: model FLOP utilisation to assume for the time of a step, recomputation counted as work; in (0, 1].
+    """
+    print_plan(setup_of(config, gpus, gpus_per_node), gpu_memory, mfu)
+
+
+def setup_of(cli: ConfigCLI, n_gpus: int, gpus_per_node: int) -> Setup:
+    """What a config's memory depends on, on so many GPUs."""
+    trainer, module, data = cli.config_init["trainer"], cli.model, cli.datamodule
+    strategy = trainer["strategy"]
+    sharded = isinstance(strategy, FullyShard)
+    if not sharded and n_gpus > 1:
+        raise ValueError(f"gpus={n_gpus} needs a sharded strategy: add --config configs/strategy/fsdp.yaml")
+    options = {}
+    if sharded:
+        nodes = max(1, n_gpus // gpus_per_node)
+        options = {
+            "replicate": nodes if strategy.replicate == "nodes" else strategy.replicate,
+            "expert_parallel": strategy.expert_parallel,
+            "async_save": strategy.async_save,
+            **asdict(strategy.options),
+        }
+    return Setup(
+        module.config,
+        module.residual,
+        module.checkpointing,
+        data.batch_size,
+        data.seq_len,
+        trainer["accumulate_grad_batches"],
+        n_gpus,
+        gpus_per_node,
+        sharded=sharded,
+        **options,
+    )
 
 
 def quieten_lightning() -> None:
