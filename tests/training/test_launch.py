@@ -18,16 +18,7 @@ SMALL = [
     "--trainer.limit_val_batches=2", "--monitor.sample_tokens=4", "--checkpoint.every_n_steps=2",
 ]  # fmt: skip
 PYTHON = [sys.executable, "-m", "lit_msar", "fit"]
-TORCHRUN = [
-    sys.executable,
-    "-m",
-    "torch.distributed.run",
-    "--standalone",
-    "--nproc_per_node=2",
-    "-m",
-    "lit_msar",
-    "fit",
-]
+TORCHRUN = ["bash", "configs/launch/torchrun.sh"]
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +26,7 @@ pytestmark = pytest.mark.slow
 def launch(start, prepared, out, *more):
     """A running command; its output in `out/screen.txt`."""
     out.mkdir(exist_ok=True)
-    environment = os.environ | {"PYTHONPATH": "tests", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": "tests", "OMP_NUM_THREADS": "1", "GPUS": "2", "PYTHON": sys.executable}
     command = [*start, *SMALL, f"--data.path={prepared}", f"--trainer.default_root_dir={out}", *more]
     with (out / "screen.txt").open("w") as screen:
         return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=screen, stderr=subprocess.STDOUT)
