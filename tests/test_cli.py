@@ -110,6 +110,22 @@ WRONG = {
     "missing-input": (["prepare", "--input", "no.jsonl", "--output", "out"], "no.jsonl"),
     "nothing-to-prepare": (["prepare", "--output", "out"], "--input"),
     "no-runs": (["report", "--runs", "nowhere"], "no finished run"),
+    "missing-ckpt-path": (["fit", *SMALL, "--data.path", "{prepared}", "--ckpt_path", "no.ckpt"], "no.ckpt"),
+    "nothing-to-validate": (
+        ["validate", *SMALL, "--data.path", "{prepared}", "--ckpt_path", "last", "--trainer.default_root_dir", "run"],
+        "no complete checkpoint in run/checkpoints",
+    ),
+    "unsharded-plan": (["plan", *SMALL, "--gpus", "2"], "add --config configs/strategy/fsdp.yaml"),
+    "no-gpu": (["plan", *SMALL, "--gpus", "0"], "gpus must be at least 1, got 0"),
+    "bad-expert-parallel": (
+        ["plan", *SMALL, "--config", f"{CONFIGS}/strategy/fsdp.yaml", "--trainer.strategy.expert_parallel=3"],
+        "expert_parallel=3 must divide the 8 GPUs",
+    ),
+    "nothing-to-consolidate": (["consolidate", "--checkpoint", "no.ckpt", "--output", "out"], "no.ckpt"),
+    "nothing-to-start-from": (
+        ["fit", *SMALL, "--data.path", "{prepared}", "--model.init_from", "no.safetensors"],
+        "no checkpoint at no.safetensors",
+    ),
     "missing-directory": (["data-info", "nowhere"], "nowhere"),
 }  # fmt: skip
 
@@ -168,3 +184,11 @@ def test_module_entry_point_returns_the_exit_code():
 def test_commands_without_training_do_not_wait_for_lightning():
     code = "import sys, lit_msar.cli; sys.exit('lightning' in sys.modules or 'torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_strategy_overlays_are_read_and_planned(capsys):
+    for path in sorted((CONFIGS / "strategy").glob("*.yaml")):
+        n_gpus = "1" if path.stem in ("cpu", "gpu") else "16"
+        assert run(["plan", *SMALL, "--config", str(path), "--gpus", n_gpus]) == 0, path
+        mesh = "2 x 8" if path.stem == "fsdp_multi" else n_gpus
+        assert f"ranks: {n_gpus}; mesh (replicate x shard): {mesh}\n" in capsys.readouterr().out

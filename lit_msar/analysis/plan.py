@@ -268,13 +268,12 @@ def step_seconds(setup: Setup, mfu: float) -> tuple[float, float]:
         ways = 4 + 2 * (setup.checkpointing != "none")
         sharding += ways * len(config.moe_layers) * setup.tokens * config.top_k * config.d_model * 2
     inside = setup.n_shards <= setup.gpus_per_node
-    seconds = sharding / (NODE_BYTES_PER_SECOND if inside else NETWORK_BYTES_PER_SECOND)
-    if setup.replicate > 1:
+    seconds = setup.accumulate * sharding / (NODE_BYTES_PER_SECOND if inside else NETWORK_BYTES_PER_SECOND)
+    if setup.replicate > 1:  # once per step, whatever the micro-steps
         between = setup.n_gpus > setup.gpus_per_node
-        seconds += (
-            2 * 4 * count.total / setup.n_shards / (NETWORK_BYTES_PER_SECOND if between else NODE_BYTES_PER_SECOND)
-        )
-    return computing, setup.accumulate * seconds
+        averaging = 2 * 4 * count.total / setup.n_shards
+        seconds += averaging / (NETWORK_BYTES_PER_SECOND if between else NODE_BYTES_PER_SECOND)
+    return computing, seconds
 
 
 def print_plan(setup: Setup, gpu_memory: float, mfu: float) -> None:

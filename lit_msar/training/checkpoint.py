@@ -32,6 +32,7 @@ class Checkpoint(CheckpointCallback):
         keep_every: those of every so many steps stay as well; null for none.
         sigterm_grace: after SIGTERM, a rank whose step does not end within this ends without saving (seconds);
             launchers kill after 30.
+        save: false writes none, for runs that only measure.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Checkpoint(CheckpointCallback):
         keep_last: int = 2,
         keep_every: int | None = None,
         sigterm_grace: float = 25.0,
+        save: bool = True,
     ) -> None:
         if every_n_steps < 1:
             raise ValueError(f"checkpoint.every_n_steps must be at least 1, got {every_n_steps}")
@@ -48,7 +50,7 @@ class Checkpoint(CheckpointCallback):
         if keep_every is not None and keep_every < 1:
             raise ValueError(f"checkpoint.keep_every must be at least 1 or null, got {keep_every}")
         self.every_n_steps, self.keep_last, self.keep_every = every_n_steps, keep_last, keep_every
-        self.sigterm_grace = sigterm_grace
+        self.sigterm_grace, self.writes = sigterm_grace, save
         self._interruption: Interruption | None = None
         self._writing: Future | None = None
         self._manifest: dict[str, Any] = {}
@@ -76,10 +78,8 @@ class Checkpoint(CheckpointCallback):
             self.save(trainer)
         if signal_number and step < trainer.max_steps:
             self._wait()
-            raise Interrupted(
-                f"stopped by signal {signal_number} after step {step}, which is saved; go on with --ckpt_path last",
-                signal_number,
-            )
+            saved = "is saved; go on with --ckpt_path last" if self.writes else "is not saved, as checkpoint.save=false"
+            raise Interrupted(f"stopped by signal {signal_number} after step {step}, which {saved}", signal_number)
 
     def on_train_end(self, trainer: L.Trainer, module: LanguageModel) -> None:
         """The end of the run, if its step was not due anyway."""
@@ -102,6 +102,8 @@ class Checkpoint(CheckpointCallback):
 
     def save(self, trainer: L.Trainer) -> None:
         """Write the checkpoint of this step on all ranks; asynchronously if the strategy does."""
+        if not self.writes:
+            return
         self._wait()
         final = saves.save_path(Path(trainer.default_root_dir) / "checkpoints", trainer.global_step)
         self._saved_step = trainer.global_step

@@ -162,6 +162,8 @@ class LanguageModel(L.LightningModule):
 
     def training_step(self, batch: Batch, batch_index: int) -> Tensor:
         """Sum of losses over a constant; the optimizer step divides by the true count (see `_finish_gradients`)."""
+        if isinstance(strategy := self._strategy(), FullyShard):
+            strategy.begin_micro_step(self.decoder, is_last=not self.trainer.fit_loop._should_accumulate())
         _, losses, router = self(batch)
         targets = batch["targets"]
         n_tokens = (targets != IGNORED).sum()

@@ -99,6 +99,11 @@ class FullyShard(ModelParallelStrategy):
         self._place_buffers(decoder)
         initialize(decoder, seed, self.root_device)
 
+    def begin_micro_step(self, decoder: Decoder, is_last: bool) -> None:
+        """Let gradients cross from copy to copy once per optimizer step: until the last micro-step they only gather."""
+        if self.meshes.dense.ndim > 1:
+            decoder.set_requires_all_reduce(is_last)
+
     def model_to_device(self) -> None:
         if not self.options.offload_states:
             super().model_to_device()

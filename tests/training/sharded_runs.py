@@ -37,14 +37,19 @@ TWO_RANKS = {
     "recomputed": ("mhc", {"checkpointing": "full"}, {}),
     "offloaded": ("msar", {}, {"offload_states": True}),
     "aux_loss": ("msar", {"aux_loss_coef": 0.1}, {"expert_parallel": 2}),
+    "accumulated": ("msar", {}, {}),
 }
 FOUR_RANKS = {
     "hybrid": ("msar", {}, {"replicate": 2}),
     "hybrid_expert_parallel": ("msar", {}, {"replicate": 2, "expert_parallel": 2}),
     "sharded_and_expert_parallel": ("msar", {}, {"expert_parallel": 2}),
+    "hybrid_accumulated": ("msar", {}, {"replicate": 2, "expert_parallel": 2}),
 }
+ACCUMULATED = {"accumulated": 2, "hybrid_accumulated": 2}
+"""Micro-steps of an optimizer step, where not 1."""
 
 SHORT = {"kept_gathered", "prefetch_two", "recomputed", "offloaded", "aux_loss", "sharded_and_expert_parallel"}
+SHORT |= {*ACCUMULATED}
 """What the first steps show."""
 
 TOKENS = torch.arange(40).view(2, 20)
@@ -173,7 +178,8 @@ def _run(rank, scenarios, root, prepared):
     """Each rank writes what it saw to `root/SCENARIO.RANK.pt`."""
     for scenario, (name, module, strategy) in scenarios.items():
         max_steps = 4 if scenario in SHORT else STEPS
-        seen, model, _ = fit(root / scenario, prepared, name, module, strategy, max_steps)
+        accumulate = {"accumulate_grad_batches": ACCUMULATED.get(scenario, 1)}
+        seen, model, _ = fit(root / scenario, prepared, name, module, strategy, max_steps, **accumulate)
         seen["held"] = sum(local_part(p).numel() for p in model.decoder.parameters())
         torch.save(seen, root / f"{scenario}.{rank}.pt")
 

@@ -27,7 +27,27 @@ def test_all_checkpoints_can_stay(tmp_path, prepared):
     assert len(list((tmp_path / "checkpoints").glob("step=*"))) == 3
 
 
-@pytest.mark.parametrize("options", [{"every_n_steps": 0}, {"keep_last": 0}], ids=lambda o: next(iter(o)))
+def test_every_nth_checkpoint_stays(tmp_path, prepared):
+    run(tmp_path, prepared, max_steps=7, every_n_steps=1, keep_last=1, keep_every=3)
+    names = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
+    assert names == ["last.ckpt", "step=3.ckpt", "step=6.ckpt", "step=7.ckpt"]
+
+
+def test_a_run_that_only_measures_writes_none(tmp_path, prepared):
+    run(tmp_path, prepared, every_n_steps=1, save=False)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_single_file_says_what_made_it(tmp_path, prepared):
+    run(tmp_path, prepared, every_n_steps=2)
+    manifest = read_checkpoint(tmp_path / "checkpoints" / "last.ckpt")["manifest"]
+    assert (manifest["step"], manifest["tokens"], manifest["data"]["position"]) == (5, 5 * 4 * 16, 20)
+    assert manifest["versions"]["lightning"].startswith("2.6")
+
+
+@pytest.mark.parametrize(
+    "options", [{"every_n_steps": 0}, {"keep_last": 0}, {"keep_every": 0}], ids=lambda o: next(iter(o))
+)
 def test_wrong_options_are_refused_by_name(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         Checkpoint(**options)

@@ -36,6 +36,8 @@ def unsharded(root, prepared):
     for name in RESIDUALS:
         runs[name], _, _ = fit(root / name, prepared, name)
     runs["aux_loss"], _, _ = fit(root / "aux_loss", prepared, "msar", {"aux_loss_coef": 0.1}, max_steps=4)
+    runs["accumulated"], _, _ = fit(root / "accumulated", prepared, max_steps=4, accumulate_grad_batches=2)
+    runs["hybrid_accumulated"] = runs["accumulated"]
     return runs
 
 
