@@ -38,6 +38,7 @@ TWO_RANKS = {
     "offloaded": ("msar", {}, {"offload_states": True}),
     "aux_loss": ("msar", {"aux_loss_coef": 0.1}, {"expert_parallel": 2}),
     "accumulated": ("msar", {}, {}),
+    "idle_experts": ("msar", {"balance_rate": 0.0}, {"expert_parallel": 2}),
 }
 FOUR_RANKS = {
     "hybrid": ("msar", {}, {"replicate": 2}),
@@ -49,7 +50,7 @@ ACCUMULATED = {"accumulated": 2, "hybrid_accumulated": 2}
 """Micro-steps of an optimizer step, where not 1."""
 
 SHORT = {"kept_gathered", "prefetch_two", "recomputed", "offloaded", "aux_loss", "sharded_and_expert_parallel"}
-SHORT |= {*ACCUMULATED}
+SHORT |= {*ACCUMULATED, "idle_experts"}
 """What the first steps show."""
 
 TOKENS = torch.arange(40).view(2, 20)
@@ -65,6 +66,14 @@ RESUMES = {
     "to_expert_parallel": ("plain", {"expert_parallel": 2}),
     "from_expert_parallel": ("expert_parallel_saved", {}),
 }
+
+
+class Idle(L.Callback):
+    """Sends every token to the first two experts: the second rank of an expert group gets no row at all."""
+
+    def on_train_start(self, trainer, module):
+        for router in module.decoder.routers():
+            router.balance_bias[:2] += 10
 
 
 class Record(L.Callback):
@@ -179,7 +188,8 @@ def _run(rank, scenarios, root, prepared):
     for scenario, (name, module, strategy) in scenarios.items():
         max_steps = 4 if scenario in SHORT else STEPS
         accumulate = {"accumulate_grad_batches": ACCUMULATED.get(scenario, 1)}
-        seen, model, _ = fit(root / scenario, prepared, name, module, strategy, max_steps, **accumulate)
+        callbacks = [Idle()] if scenario == "idle_experts" else []
+        seen, model, _ = fit(root / scenario, prepared, name, module, strategy, max_steps, callbacks, **accumulate)
         seen["held"] = sum(local_part(p).numel() for p in model.decoder.parameters())
         torch.save(seen, root / f"{scenario}.{rank}.pt")
 

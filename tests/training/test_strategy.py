@@ -12,6 +12,7 @@ from training.sharded_runs import (
     STEP_TWO,
     TOKENS,
     TWO_RANKS,
+    Idle,
     fit,
     run_everything,
 )
@@ -37,6 +38,9 @@ def unsharded(root, prepared):
         runs[name], _, _ = fit(root / name, prepared, name)
     runs["aux_loss"], _, _ = fit(root / "aux_loss", prepared, "msar", {"aux_loss_coef": 0.1}, max_steps=4)
     runs["accumulated"], _, _ = fit(root / "accumulated", prepared, max_steps=4, accumulate_grad_batches=2)
+    runs["idle_experts"], _, _ = fit(
+        root / "idle_experts", prepared, "msar", {"balance_rate": 0.0}, max_steps=4, callbacks=[Idle()]
+    )
     runs["hybrid_accumulated"] = runs["accumulated"]
     return runs
 
