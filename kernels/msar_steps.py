@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels import depth_softmax, mixing, streams, streams_backward
+from kernels import combining, depth_softmax, mixing, streams, streams_backward
 from kernels.gradients import Buffers
 from kernels.reference import Gate, n_taps
 from kernels.tiles import TRITON_DTYPES, table
@@ -20,6 +20,7 @@ SEGMENT = 256  # tokens per program of a backward walk: one partial row set of t
 MIX_TOKENS = 8
 MIX_GRADIENT_TOKENS = 64
 MIX_CHANNELS = 128
+COMBINE_TOKENS = 8
 
 Mixer = tuple[Tensor, Tensor, Tensor]
 """Weight [m, m, D], scale [1] and bias [m], fp32."""
@@ -227,6 +228,28 @@ class Scores:
     rstd: Tensor
 
 
+def weights_gradient(spec: Spec, sources: Sources, drs: Sequence[Tensor], dr_table: Tensor) -> Tensor:
+    """dr_rj . u_nj [R, N, P, m] in the units of dr: R tensors [P, m, D], or one [P, D] that all streams share."""
+    B, T, _, N = sources.shape
+    R = len(drs)
+    out = sources.table.new_empty(R, N, B * T, spec.m, dtype=torch.float32)
+    steps = spec.steps if R == 1 else max(1, 32 // R)
+    n_tiles = triton.cdiv(T, steps)
+    place = (T, N, B * T, n_tiles)
+    options = {"STEPS": steps, "EVEN": T % steps == 0, **sources.constants(spec)}
+    if R == 1:
+        streams_backward.dweights_read_kernel[(B * n_tiles * N,)](
+            sources.table, drs[0], out, sources.position, *place,
+            SHARED=drs[0].ndim == 2, BLOCK_D=spec.block_d, **options,
+        )  # fmt: skip
+    else:
+        streams_backward.dweights_kernel[(B * n_tiles * N, spec.m)](
+            sources.table, dr_table, out, sources.position, *place,
+            READS=R, BLOCK_D=64, DR_DTYPE=TRITON_DTYPES[drs[0].dtype], **options,
+        )  # fmt: skip
+    return out
+
+
 def sources_backward(
     spec: Spec, sources: Sources, scores: Scores, drs: Sequence[Tensor], units: Tensor | float, means: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -242,19 +265,11 @@ def sources_backward(
     """
     B, T, D, N = sources.shape
     R, P, m = len(drs), B * T, spec.m
-    shared = drs[0].ndim == 2
     n_segments = triton.cdiv(T, SEGMENT)
     empty, constants = scores.logits.new_empty, sources.constants(spec)
     dr_table = table(drs)
-    dr_constants = {"READS": R, "SHARED": shared, "DR_DTYPE": TRITON_DTYPES[drs[0].dtype]}
-    n_chunks = triton.cdiv(D, 64)
-    partial = empty(n_chunks, R, N, P, m)
     place = (T, N, P, n_segments, SEGMENT)
-    streams_backward.dweights_kernel[(n_chunks * N, B * n_segments, m)](
-        sources.table, dr_table, partial, sources.position, *place,
-        BLOCK_D=64, UNROLL=4 if R == 1 else 2, **dr_constants, **constants,
-    )  # fmt: skip
-    dweights = partial.sum(0)
+    dweights = weights_gradient(spec, sources, drs, dr_table)
     scaled, slope, bend = torch.empty_like(dweights), torch.empty_like(dweights), empty(N, P, m)
     has_units = isinstance(units, Tensor)
     depth_softmax.slopes_kernel[(triton.cdiv(P * m, depth_softmax.BLOCK),)](
@@ -263,13 +278,41 @@ def sources_backward(
         READS=R, UNITS=has_units, MEANS=means is not None, BLOCK=depth_softmax.BLOCK,
     )  # fmt: skip
     dqueries = empty(N, B * n_segments, R, m, D)
+    walked, unit = {"PER_SOURCE": R > 1, "BEND": True, "QUERY": R == 1}, scaled
     if R > 1:
-        streams_backward.dqueries_kernel[(n_chunks * N, B * n_segments, m)](
+        streams_backward.dqueries_kernel[(triton.cdiv(D, 64) * N, B * n_segments, m)](
             sources.table, slope, sources.position, dqueries, *place, READS=R, BLOCK_D=64, UNROLL=4, **constants
         )
+        dus, unit = combine(drs, scores.queries, scaled, slope)
+        dr_table = table(dus)
     dtaps = empty(N, B * n_segments, spec.K, D)
     streams_backward.gradient_kernel[(triton.cdiv(D, spec.block_d) * N, B * n_segments)](
-        sources.table, dr_table, scaled, slope, bend, scores.queries, sources.position, dtaps, dqueries, *place,
-        BLOCK_D=spec.block_d, UNROLL=4 if R == 1 else 1, ADD=sources.buffers.add, **dr_constants, **constants,
+        sources.table, dr_table, unit, slope, bend, scores.queries, sources.position, dtaps, dqueries, *place,
+        SHARED=drs[0].ndim == 2, BLOCK_D=spec.block_d, UNROLL=4, ADD=sources.buffers.add,
+        DR_DTYPE=TRITON_DTYPES[drs[0].dtype], **walked, **constants,
     )  # fmt: skip
     return dqueries.sum((0, 1)), dtaps.sum(1), dweights[0]
+
+
+def combine(
+    drs: Sequence[Tensor], queries: Tensor, scaled_weights: Tensor, slope: Tensor
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """What R reads leave for the streams of N sources by their weights and slopes [R, N, P, m].
+
+    Returns:
+        N tensors du [P, m, D] in the dtype of dr, and what their values count [N, P, m]. Together they are as large as
+        the dr of N reads, and live until the walk over the sources.
+    """
+    R, N, P, m = slope.shape
+    dr = drs[0]
+    D = dr.shape[-1]
+    peak = queries.abs().amax(-1).clamp_min(1e-30)
+    rows = (queries / peak[..., None]).to(dr.dtype)
+    du, unit = dr.new_empty(N, P, m, D), slope.new_empty(N, P, m)
+    n_rows = max(16, triton.next_power_of_2(2 * R))
+    combining.combine_kernel[(triton.cdiv(P, COMBINE_TOKENS), m, triton.cdiv(N, 16))](
+        table([*drs, *rows]), scaled_weights, slope, peak, unit, du, N, P, P * m,
+        READS=R, M=m, D=D, BLOCK_T=COMBINE_TOKENS, BLOCK_N=16, BLOCK_K=n_rows, BLOCK_D=64,
+        DTYPE=TRITON_DTYPES[dr.dtype], num_warps=4,
+    )  # fmt: skip
+    return du.unbind(), unit

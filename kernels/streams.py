@@ -12,14 +12,15 @@ import triton
 import triton.language as tl
 
 from kernels.tiles import (
+    as_float32,
     convolved,
     first_tap,
     learned,
     load_rows,
     n_streams,
     raw_rows,
+    seen_at,
     tensor_at,
-    visible,
     widest,
     width,
     zeros,
@@ -128,25 +129,6 @@ def score_stream(
         tl.store(p_rstd + row, rstd, mask=inside)
         for r in tl.static_range(READS):
             tl.store(p_logits + r * tl.cast(N * P * M, tl.int64) + row, tl.sum(dots[s * READS + r]) * rstd, mask=inside)
-
-
-@triton.jit
-def as_float32(rows, COUNT: tl.constexpr):
-    raised = ()
-    for i in tl.static_range(COUNT):
-        raised = raised + (rows[i].to(tl.float32),)
-    return raised
-
-
-@triton.jit
-def seen_at(rows, p_position, row, inside, s: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr):
-    """The WIDTH rows that end at step s of a tile, newest first; `rows` begin WIDTH - 1 before the tile."""
-    window = ()
-    for i in tl.static_range(WIDTH):
-        window = window + (rows[WIDTH - 1 + s - i],)
-    if PACKED:
-        window = visible(window, tl.load(p_position + row, mask=inside, other=0), WIDTH)
-    return window
 
 
 @triton.jit

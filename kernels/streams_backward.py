@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from kernels.tiles import (
+    as_float32,
     convolved,
     first_tap,
     history,
@@ -18,6 +19,7 @@ from kernels.tiles import (
     n_streams,
     pushed,
     raw_rows,
+    seen_at,
     tensor_at,
     visible,
     widest,
@@ -27,69 +29,103 @@ from kernels.tiles import (
 
 
 @triton.jit
-def dweights_kernel(
-    p_table, p_dr_table, p_dweights, p_position, T, N, P, n_segments, SEGMENT,
-    SIZES: tl.constexpr, READS: tl.constexpr, SHARED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    UNROLL: tl.constexpr, PACKED: tl.constexpr, DTYPE: tl.constexpr, DR_DTYPE: tl.constexpr,
+def dweights_read_kernel(
+    p_table, p_dr, p_dweights, p_position, T, N, P, n_tiles,
+    SIZES: tl.constexpr, SHARED: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr, BLOCK_D: tl.constexpr,
+    PACKED: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Partial sums of dr_rj . u_nj over BLOCK_D channels: [D / BLOCK_D, READS, N, P, m].
+    """dr_j . u_nj [N, P, m] of one read; dr is [P, m, D], or [P, D] that all streams share.
 
-    One program: SEGMENT tokens of one stream of one source. dr is a table of READS tensors [P, m, D], or of [P, D] that
-    all streams share.
+    One program: STEPS tokens of one source, all of D. As in `score_read_kernel` the products stay spread over the lanes
+    until the last channel: a sum across lanes per token, stream and tile of channels costs more than the products.
+    """
+    M: tl.constexpr = n_streams(SIZES)
+    WINDOW: tl.constexpr = widest(SIZES)
+    n = tl.program_id(0) % N  # the sources of a place side by side: all but one find its dr in the cache
+    tile = tl.program_id(0) // N
+    b = tile // n_tiles
+    t_first = (tile % n_tiles) * STEPS
+    t_oldest = t_first - (WINDOW - 1)
+    first = b.to(tl.int64) * T + t_first
+    p_oldest = tensor_at(p_table, n, DTYPE) + (b.to(tl.int64) * T + t_oldest) * D
+    p_taps = tensor_at(p_table, N + n, tl.float32)
+    dots = zeros(M * STEPS, BLOCK_D)
+    for d in range(0, D, BLOCK_D):
+        o_d = d + tl.arange(0, BLOCK_D)
+        rows = as_float32(raw_rows(p_oldest, t_oldest, o_d, T, D, WINDOW - 1, STEPS, EVEN), WINDOW - 1 + STEPS)
+        updated = ()
+        for j in tl.static_range(M):
+            b_taps = load_rows(p_taps + first_tap(SIZES, j) * D, o_d, D, learned(SIZES, j))
+            for s in tl.static_range(STEPS):
+                window = seen_at(rows, p_position, first + s, t_first + s < T, s, WINDOW, PACKED)
+                b_u = convolved(b_taps, window, 0, width(SIZES, j))
+                row = s if SHARED else s * M + j
+                p_row = p_dr + (first if SHARED else first * M) * D + row * D
+                b_dr = tl.load(p_row + o_d, mask=o_d < (D if EVEN else tl.where(t_first + s < T, D, 0)), other=0.0)
+                updated = updated + (dots[j * STEPS + s] + b_u * b_dr.to(tl.float32),)
+        dots = updated
+    for s in tl.static_range(STEPS):
+        for j in tl.static_range(M):
+            at = (n.to(tl.int64) * P + first + s) * M + j
+            tl.store(p_dweights + at, tl.sum(dots[j * STEPS + s]), mask=t_first + s < T)
+
+
+@triton.jit
+def dweights_kernel(
+    p_table, p_dr_table, p_dweights, p_position, T, N, P, n_tiles,
+    SIZES: tl.constexpr, READS: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr, BLOCK_D: tl.constexpr,
+    PACKED: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr, DR_DTYPE: tl.constexpr,
+):  # fmt: skip
+    """dr_rj . u_nj [READS, N, P, m] of several reads; dr is a table of READS tensors [P, m, D].
+
+    One program: STEPS tokens of one stream of one source, all of D.
     """
     for j in tl.static_range(n_streams(SIZES)):
-        if tl.program_id(2) == j:
+        if tl.program_id(1) == j:
             dweights_stream(
-                p_table, p_dr_table, p_dweights, p_position, T, N, P, n_segments, SEGMENT,
-                SIZES, j, READS, SHARED, D, BLOCK_D, UNROLL, PACKED, DTYPE, DR_DTYPE,
+                p_table, p_dr_table, p_dweights, p_position, T, N, P, n_tiles,
+                SIZES, j, READS, D, STEPS, BLOCK_D, PACKED, EVEN, DTYPE, DR_DTYPE,
             )  # fmt: skip
 
 
 @triton.jit
 def dweights_stream(
-    p_table, p_dr_table, p_dweights, p_position, T, N, P, n_segments, SEGMENT,
-    SIZES: tl.constexpr, j: tl.constexpr, READS: tl.constexpr, SHARED: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, UNROLL: tl.constexpr, PACKED: tl.constexpr, DTYPE: tl.constexpr, DR_DTYPE: tl.constexpr,
+    p_table, p_dr_table, p_dweights, p_position, T, N, P, n_tiles,
+    SIZES: tl.constexpr, j: tl.constexpr, READS: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr,
+    BLOCK_D: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr, DR_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """UNROLL steps load first and store last: a store keeps the compiler from moving later loads before it."""
+    """Products of all reads spread over the lanes, as in `dweights_read_kernel`."""
     M: tl.constexpr = n_streams(SIZES)
     WIDTH: tl.constexpr = width(SIZES, j)
     n = tl.program_id(0) % N
-    b = tl.program_id(1) // n_segments
-    t_first = (tl.program_id(1) % n_segments) * SEGMENT
-    t_end = tl.minimum(t_first + SEGMENT, T)
-    chunk = tl.program_id(0) // N
-    o_d = chunk * BLOCK_D + tl.arange(0, BLOCK_D)
-    sequence = b.to(tl.int64) * T
-    p_source = tensor_at(p_table, n, DTYPE) + sequence * D
-    b_taps = load_rows(tensor_at(p_table, N + n, tl.float32) + first_tap(SIZES, j) * D, o_d, D, learned(SIZES, j))
+    tile = tl.program_id(0) // N
+    b = tile // n_tiles
+    t_first = (tile % n_tiles) * STEPS
+    t_oldest = t_first - (WIDTH - 1)
+    first = b.to(tl.int64) * T + t_first
+    p_oldest = tensor_at(p_table, n, DTYPE) + (b.to(tl.int64) * T + t_oldest) * D
+    p_taps = tensor_at(p_table, N + n, tl.float32) + first_tap(SIZES, j) * D
     gradients = ()
     for r in tl.static_range(READS):
-        gradients = gradients + (tensor_at(p_dr_table, r, DR_DTYPE),)
-    window = history(p_source, t_first.to(tl.int64), o_d, D, WIDTH)
-    for start in range(0, t_end - t_first, UNROLL):
-        t_now = t_first.to(tl.int64) + start
-        first = sequence + t_now
-        rows = raw_rows(p_source + t_now * D, t_now, o_d, T, D, 0, UNROLL, False)
-        drs = ()
-        for s in tl.static_range(UNROLL):
-            mask = o_d < tl.where(t_now + s < t_end, D, 0)
-            offset = (first + s) * D if SHARED else ((first + s) * M + j) * D
+        gradients = gradients + (tensor_at(p_dr_table, r, DR_DTYPE) + (first * M + j) * D,)
+    dots = zeros(READS * STEPS, BLOCK_D)
+    for d in range(0, D, BLOCK_D):
+        o_d = d + tl.arange(0, BLOCK_D)
+        rows = as_float32(raw_rows(p_oldest, t_oldest, o_d, T, D, WIDTH - 1, STEPS, EVEN), WIDTH - 1 + STEPS)
+        b_taps = load_rows(p_taps, o_d, D, learned(SIZES, j))
+        updated = ()
+        for s in tl.static_range(STEPS):
+            window = seen_at(rows, p_position, first + s, t_first + s < T, s, WIDTH, PACKED)
+            b_u = convolved(b_taps, window, 0, WIDTH)
+            mask = o_d < (D if EVEN else tl.where(t_first + s < T, D, 0))
             for r in tl.static_range(READS):
-                drs = drs + (tl.load(gradients[r] + offset + o_d, mask=mask, other=0.0),)
-        sums = ()
-        for s in tl.static_range(UNROLL):
-            window = pushed(window, rows[s].to(tl.float32), WIDTH)
-            seen = window
-            if PACKED:
-                seen = visible(window, tl.load(p_position + first + s, mask=t_now + s < t_end, other=0), WIDTH)
-            b_u = convolved(b_taps, seen, 0, WIDTH)
-            for r in tl.static_range(READS):
-                sums = sums + (tl.sum(drs[s * READS + r].to(tl.float32) * b_u),)
-        for s in tl.static_range(UNROLL):
-            for r in tl.static_range(READS):
-                row = ((chunk.to(tl.int64) * READS + r) * N + n) * P + first + s
-                tl.store(p_dweights + row * M + j, sums[s * READS + r], mask=t_now + s < t_end)
+                b_dr = tl.load(gradients[r] + s * M * D + o_d, mask=mask, other=0.0).to(tl.float32)
+                updated = updated + (dots[s * READS + r] + b_u * b_dr,)
+        dots = updated
+    for s in tl.static_range(STEPS):
+        for r in tl.static_range(READS):
+            at = ((tl.cast(r * N + n, tl.int64)) * P + first + s) * M + j
+            tl.store(p_dweights + at, tl.sum(dots[s * READS + r]), mask=t_first + s < T)
 
 
 @triton.jit
@@ -155,12 +191,13 @@ def dqueries_stream(
 def gradient_kernel(
     p_table, p_dr_table, p_weights, p_slope, p_bend, p_query, p_position, p_dtaps, p_dquery,
     T, N, P, n_segments, SEGMENT,
-    SIZES: tl.constexpr, READS: tl.constexpr, SHARED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    UNROLL: tl.constexpr, ADD: tl.constexpr, PACKED: tl.constexpr, DTYPE: tl.constexpr, DR_DTYPE: tl.constexpr,
+    SIZES: tl.constexpr, PER_SOURCE: tl.constexpr, SHARED: tl.constexpr, BEND: tl.constexpr, QUERY: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr, ADD: tl.constexpr, PACKED: tl.constexpr,
+    DTYPE: tl.constexpr, DR_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Gradients of sources and taps. One program: SEGMENT tokens of one source.
 
-        du_nj = sum_r (weight_rnj dr_rj + slope_rnj query_rj) - bend_nj u_nj
+        du_nj = weight_nj dr_j + slope_nj query_j - bend_nj u_nj
         dv_n[s] = sum_ji taps_nj[i] du_nj[s + i]      dtaps_nj[i] = sum_t du_nj[t] v_n[t - i]
 
     The walk goes on for the widest tap beyond the segment, since later tokens reach back into it; a row's gradient
@@ -169,11 +206,11 @@ def gradient_kernel(
 
     Args:
         p_table: sources, taps, gradients to add to (if ADD), gradients to write.
-        p_dr_table: READS tensors [P, m, D], or [P, D] that all streams share (SHARED).
-        p_weights, p_slope: [READS, N, P, m], the weights in the units of dr; p_bend: [N, P, m].
-        p_query: [READS, m, D].
-        p_dtaps: [N, B n_segments, K, D], one partial row set per program.
-        p_dquery: likewise [N, B n_segments, 1, m, D], for one read; `dqueries_kernel` does many.
+        p_dr_table: one tensor [P, m, D] for all sources, or one per source (PER_SOURCE); or [P, D] that all streams
+            share (SHARED).
+        p_weights: [N, P, m], in the units of dr.
+        p_bend: [N, P, m], without BEND left out; p_slope: [N, P, m], p_query: [m, D], without QUERY left out.
+        p_dtaps: [N, B n_segments, K, D], one partial row set per program; p_dquery: likewise [N, B n_segments, m, D].
     """
     M: tl.constexpr = n_streams(SIZES)
     K: tl.constexpr = first_tap(SIZES, M)
@@ -182,20 +219,17 @@ def gradient_kernel(
     b = tl.program_id(1) // n_segments
     t_first = (tl.program_id(1) % n_segments) * SEGMENT
     t_end = tl.minimum(t_first + SEGMENT, T)
-    chunk = tl.program_id(0) // N
-    o_d = chunk * BLOCK_D + tl.arange(0, BLOCK_D)
+    o_d = tl.program_id(0) // N * BLOCK_D + tl.arange(0, BLOCK_D)
     sequence = b.to(tl.int64) * T
     p_source = tensor_at(p_table, n, DTYPE) + sequence * D
     p_in = tensor_at(p_table, 2 * N + n, DTYPE) + sequence * D
     p_out = tensor_at(p_table, 3 * N + n, DTYPE) + sequence * D
+    p_dr = tensor_at(p_dr_table, n if PER_SOURCE else 0, DR_DTYPE)
     b_taps = load_rows(tensor_at(p_table, N + n, tl.float32), o_d, D, K)
-    gradients = ()
-    for r in tl.static_range(READS):
-        gradients = gradients + (tensor_at(p_dr_table, r, DR_DTYPE),)
-    queries = load_rows(p_query, o_d, D, M if READS == 1 else 0)  # those of many reads come from the cache
+    queries = load_rows(p_query, o_d, D, M if QUERY else 0)
     pending = zeros(WINDOW, BLOCK_D)  # dv of the last rows, newest first
     dtaps = zeros(K, BLOCK_D)
-    dquery = zeros(M if READS == 1 else 0, BLOCK_D)
+    dquery = zeros(M if QUERY else 0, BLOCK_D)
     window = history(p_source, t_first.to(tl.int64), o_d, D, WINDOW)
     for start in range(0, t_end - t_first + WINDOW - 1, UNROLL):
         t_now = t_first.to(tl.int64) + start
@@ -206,9 +240,10 @@ def gradient_kernel(
         for s in tl.static_range(UNROLL):
             mask = o_d < tl.where(t_now + s < T, D, 0)
             for j in tl.static_range(M):
-                offset = (first + s) * D if SHARED else ((first + s) * M + j) * D
-                for r in tl.static_range(READS):
-                    drs = drs + (tl.load(gradients[r] + offset + o_d, mask=mask, other=0.0),)
+                if not SHARED:
+                    drs = drs + (tl.load(p_dr + ((first + s) * M + j) * D + o_d, mask=mask, other=0.0),)
+                elif j == 0:
+                    drs = drs + (tl.load(p_dr + (first + s) * D + o_d, mask=mask, other=0.0),)
         earlier = ()
         if ADD:
             earlier = rows_within(p_in + t_done * D, t_done, o_d, t_first, t_end, D, UNROLL)
@@ -231,20 +266,16 @@ def gradient_kernel(
             new_dquery = ()
             for j in tl.static_range(M):
                 p_at = (n * P + first + s) * M + j
-                b_u = convolved(b_taps, seen, first_tap(SIZES, j), width(SIZES, j))
-                b_du = -tl.load(p_bend + p_at, mask=exists, other=0.0) * b_u
-                for r in tl.static_range(READS):
-                    p_of_read = p_at + r * tl.cast(N * P * M, tl.int64)
-                    b_dr = drs[(s * M + j) * READS + r].to(tl.float32)
-                    if READS == 1:
-                        b_query = queries[j]
-                    else:
-                        b_query = tl.load(p_query + (r * M + j) * D + o_d, mask=o_d < D, other=0.0)
-                    b_du += tl.load(p_weights + p_of_read, mask=exists, other=0.0) * b_dr
-                    slope = tl.load(p_slope + p_of_read, mask=exists, other=0.0)
-                    b_du += slope * b_query
-                    if READS == 1:
-                        new_dquery = new_dquery + (dquery[j] + (own * slope) * b_u,)
+                b_dr = drs[s if SHARED else s * M + j].to(tl.float32)
+                b_du = tl.load(p_weights + p_at, mask=exists, other=0.0) * b_dr
+                if BEND or QUERY:
+                    b_u = convolved(b_taps, seen, first_tap(SIZES, j), width(SIZES, j))
+                if BEND:
+                    b_du -= tl.load(p_bend + p_at, mask=exists, other=0.0) * b_u
+                if QUERY:
+                    slope = tl.load(p_slope + p_at, mask=exists, other=0.0)
+                    b_du += slope * queries[j]
+                    new_dquery = new_dquery + (dquery[j] + (own * slope) * b_u,)
                 back = transposed(back, b_taps, b_du, first_tap(SIZES, j), width(SIZES, j), WINDOW)
                 if width(SIZES, j) > 1:
                     b_own = own * b_du
@@ -266,7 +297,7 @@ def gradient_kernel(
     program = n.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     for i in tl.static_range(K):
         tl.store(p_dtaps + (program * K + i) * D + o_d, dtaps[i], mask=o_d < D)
-    if READS == 1:
+    if QUERY:
         for j in tl.static_range(M):
             tl.store(p_dquery + (program * M + j) * D + o_d, dquery[j], mask=o_d < D)
 

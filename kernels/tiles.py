@@ -137,6 +137,25 @@ def visible(window, position, LENGTH: tl.constexpr):
 
 
 @triton.jit
+def as_float32(rows, COUNT: tl.constexpr):
+    raised = ()
+    for i in tl.static_range(COUNT):
+        raised = raised + (rows[i].to(tl.float32),)
+    return raised
+
+
+@triton.jit
+def seen_at(rows, p_position, row, inside, s: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr):
+    """The WIDTH rows that end at step s of a tile, newest first; `rows` begin WIDTH - 1 before the tile."""
+    window = ()
+    for i in tl.static_range(WIDTH):
+        window = window + (rows[WIDTH - 1 + s - i],)
+    if PACKED:
+        window = visible(window, tl.load(p_position + row, mask=inside, other=0), WIDTH)
+    return window
+
+
+@triton.jit
 def convolved(taps, window, FIRST: tl.constexpr, WIDTH: tl.constexpr):
     """One stream at the newest row of the window: sum_i taps[FIRST + i] window[i]; WIDTH 1 is the row itself."""
     if WIDTH == 1:

@@ -12,13 +12,14 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from kernels import attnres_read, depth_softmax, mixing, streams, streams_backward
+from kernels import attnres_read, combining, depth_softmax, mixing, streams, streams_backward
 
 D = 72
 SIZES = (1, 3)
 SOURCES = {"SIZES": SIZES, "D": D, "PACKED": True, "DTYPE": tl.bfloat16}
 TILE = {"STEPS": 4, "BLOCK_D": 64, "EVEN": False}
-WALK = {"BLOCK_D": 64, "UNROLL": 2, "SHARED": False, "DR_DTYPE": tl.float16}
+WALK = {"BLOCK_D": 64, "UNROLL": 2, "SHARED": False, "DR_DTYPE": tl.float16, "ADD": True}
+COMBINED = {"READS": 2, "M": 2, "D": D, "BLOCK_T": 8, "BLOCK_N": 16, "BLOCK_K": 16, "BLOCK_D": 64}
 ATTNRES = {"D": D, "MAIN": 64, "TAIL": 32, "DTYPE": tl.bfloat16}
 MIX = {"M": 2, "D": D, "BLOCK_T": 4, "BLOCK_D": 64}
 # the module's kernel, what it is compiled for, and warps
@@ -29,9 +30,13 @@ KERNELS = [
     (streams.score_kernel, SOURCES | TILE | {"READS": 2}, 1),
     (streams.retrieve_kernel, SOURCES | TILE | {"SCALED": True, "BASE": True}, 1),
     (streams.retrieve_block_kernel, SOURCES | TILE | {"READS": 2}, 1),
-    (streams_backward.dweights_kernel, SOURCES | WALK | {"READS": 2}, 1),
+    (streams_backward.dweights_read_kernel, SOURCES | TILE | {"SHARED": False}, 1),
+    (streams_backward.dweights_kernel, SOURCES | TILE | {"READS": 2, "DR_DTYPE": tl.float16}, 1),
     (streams_backward.dqueries_kernel, SOURCES | {"READS": 2, "BLOCK_D": 64, "UNROLL": 2}, 1),
-    (streams_backward.gradient_kernel, SOURCES | WALK | {"READS": 1, "ADD": True}, 1),
+    (streams_backward.gradient_kernel, SOURCES | WALK | {"PER_SOURCE": False, "BEND": True, "QUERY": True}, 1),
+    (streams_backward.gradient_kernel, SOURCES | WALK | {"PER_SOURCE": True, "BEND": True, "QUERY": False}, 1),
+    (combining.combine_kernel, COMBINED | {"DTYPE": tl.float16}, 4),
+    (combining.combine_kernel, COMBINED | {"DTYPE": tl.float32}, 4),
     (depth_softmax.weights_kernel, {"BLOCK": 128}, 4),
     (depth_softmax.merge_kernel, {"BLOCK": 128}, 4),
     (depth_softmax.slopes_kernel, {"READS": 2, "UNITS": True, "MEANS": True, "BLOCK": 128}, 4),
@@ -48,6 +53,7 @@ TYPES = {
     "p_base": "*fp16",
     "p_table": "*i64",
     "p_dr_table": "*i64",
+    "p_row_table": "*i64",
     "p_position": "*i32",
     "SEGMENT": "i32",
     "D": "i32",
@@ -60,7 +66,9 @@ def check(kernel, constants: dict, warps: int, all_one: bool) -> None:
     signature, fixed = {}, {}
     for place, name in enumerate(kernel.arg_names):
         value = constants.get(name, 1 if all_one and name in COUNTS else None)
-        if value is None:
+        if value is None and name == "p_du":
+            signature[name] = "*fp16" if constants["DTYPE"] == tl.float16 else "*fp32"
+        elif value is None:
             signature[name] = TYPES.get(name, "i32" if name in COUNTS else "*fp32")
         else:
             signature[name], fixed[(place,)] = "constexpr", value
