@@ -139,6 +139,11 @@ def retrieve(
     return out
 
 
+def by_token(x: Tensor) -> Tensor:
+    """[R, N, P, m] as [N, P, m, R]: what a program needs for a token in one place."""
+    return x.permute(1, 2, 3, 0).contiguous()
+
+
 def retrieve_block(spec: Spec, sources: Sources, weights: Tensor, scale: Tensor) -> Tensor:
     """The retrieved streams [R, P, m, D] of R reads of the same sources, in the scratch dtype; weights [R, N, P, m]."""
     B, T, D, N = sources.shape
@@ -146,9 +151,8 @@ def retrieve_block(spec: Spec, sources: Sources, weights: Tensor, scale: Tensor)
     out = weights.new_empty(R, B * T, spec.m, D, dtype=scratch_dtype(sources.dtype))
     steps = max(1, 32 // R)
     n_tiles = triton.cdiv(T, steps)
-    by_stream = weights.permute(3, 0, 1, 2).contiguous()  # the steps of a tile side by side: a quarter of the sectors
     streams.retrieve_block_kernel[(spec.m, B * n_tiles, triton.cdiv(D, 64))](
-        sources.table, by_stream, scale, sources.position, out, T, N, B * T, n_tiles,
+        sources.table, by_token(weights), scale, sources.position, out, T, N, B * T, n_tiles,
         READS=R, STEPS=steps, BLOCK_D=64, EVEN=T % steps == 0, **sources.constants(spec),
     )  # fmt: skip
     return out
@@ -281,7 +285,15 @@ def sources_backward(
     walked, unit = {"PER_SOURCE": R > 1, "BEND": True, "QUERY": R == 1}, scaled
     if R > 1:
         streams_backward.dqueries_kernel[(triton.cdiv(D, 64) * N, B * n_segments, m)](
-            sources.table, slope, sources.position, dqueries, *place, READS=R, BLOCK_D=64, UNROLL=4, **constants
+            sources.table,
+            by_token(slope),
+            sources.position,
+            dqueries,
+            *place,
+            READS=R,
+            BLOCK_D=64,
+            UNROLL=4,
+            **constants,
         )
         dus, unit = combine(drs, scores.queries, scaled, slope)
         dr_table = table(dus)

@@ -195,7 +195,7 @@ def retrieve_block_kernel(
     SIZES: tl.constexpr, READS: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr, BLOCK_D: tl.constexpr,
     PACKED: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """r [READS, P, m, D] of several reads of the same sources, expanded once for all; weights [m, READS, N, P].
+    """r [READS, P, m, D] of several reads of the same sources, expanded once for all; weights [N, P, m, READS].
 
     One program: STEPS tokens of BLOCK_D channels of one stream; r is scaled as in `retrieve_kernel`.
     """
@@ -223,7 +223,10 @@ def retrieve_stream(
     first = sequence + t_first
     t_oldest = t_first - (WIDTH - 1)
     retrieved = zeros(READS * STEPS, BLOCK_D)
+    p_first_weight = p_weights + (first * M + j) * READS
     for n in range(N):
+        # constant offsets from one address: a weight costs its load and nothing else
+        p_a = p_first_weight + n * tl.cast(P, tl.int64) * (M * READS)
         p_oldest = tensor_at(p_table, n, DTYPE) + (sequence + t_oldest) * D
         rows = as_float32(raw_rows(p_oldest, t_oldest, o_d, T, D, WIDTH - 1, STEPS, EVEN), WIDTH - 1 + STEPS)
         p_taps = tensor_at(p_table, N + n, tl.float32) + first_tap(SIZES, j) * D
@@ -234,8 +237,8 @@ def retrieve_stream(
             window = seen_at(rows, p_position, first + s, inside, s, WIDTH, PACKED)
             b_u = convolved(b_taps, window, 0, WIDTH)
             for r in tl.static_range(READS):
-                p_a = p_weights + tl.cast((j * READS + r) * N + n, tl.int64) * P + first + s
-                updated = updated + (retrieved[s * READS + r] + tl.load(p_a, mask=inside, other=0.0) * b_u,)
+                a = tl.load(p_a + s * M * READS + r, mask=inside, other=0.0)
+                updated = updated + (retrieved[s * READS + r] + a * b_u,)
         retrieved = updated
     for s in tl.static_range(STEPS):
         inside = True if EVEN else t_first + s < T

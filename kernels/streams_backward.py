@@ -136,6 +136,8 @@ def dqueries_kernel(
 ):  # fmt: skip
     """dquery_rj = sum_tn slope_rnj u_nj of several reads: partial rows [N, B n_segments, READS, m, D].
 
+    Slopes are [N, P, m, READS]: those of a token lie at constant offsets from one address.
+
     One program: SEGMENT tokens of one stream of one source.
     """
     for j in tl.static_range(n_streams(SIZES)):
@@ -165,6 +167,7 @@ def dqueries_stream(
     p_source = tensor_at(p_table, n, DTYPE) + sequence * D
     b_taps = load_rows(tensor_at(p_table, N + n, tl.float32) + first_tap(SIZES, j) * D, o_d, D, learned(SIZES, j))
     window = history(p_source, t_first.to(tl.int64), o_d, D, WIDTH)
+    p_first_slope = p_slope + ((n * tl.cast(P, tl.int64) + sequence + t_first) * M + j) * READS
     totals = zeros(READS, BLOCK_D)
     for start in range(0, t_end - t_first, UNROLL):
         t_now = t_first.to(tl.int64) + start
@@ -179,8 +182,8 @@ def dqueries_stream(
             b_u = convolved(b_taps, seen, 0, WIDTH)
             updated = ()
             for r in tl.static_range(READS):
-                p_at = p_slope + ((r * N + n) * P + first + s) * M + j
-                updated = updated + (totals[r] + tl.load(p_at, mask=inside, other=0.0) * b_u,)
+                slope = tl.load(p_first_slope + (start + s) * (M * READS) + r, mask=inside, other=0.0)
+                updated = updated + (totals[r] + slope * b_u,)
             totals = updated
     program = n.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     for r in tl.static_range(READS):
