@@ -8,7 +8,8 @@ source, output and gradient once, at the copy bandwidth measured first:
 
 The FMA floor is the arithmetic a read cannot avoid in fp32 units when every source is expanded for it: 28 multiply-adds
 per element and source forward for kernel sizes (1, 4, 8, 12), and 104 more backward. Rows are appended as they are
-measured; a run that is started again measures what is missing.
+measured; a run that is started again measures what is missing. `--table` measures a fixed list, the most wanted rows
+first, within a time (see `bench_table`).
 """
 
 import argparse
@@ -249,8 +250,18 @@ def shapes(args: argparse.Namespace) -> Iterator[tuple[str, int, int, int]]:
 
 
 def measure(op: str, n: int, D: int, tokens: int, name: str, run: Callable, bandwidth: float) -> Iterator[dict]:
+    """The rows of one operation, implementation and shape."""
     x = Inputs(op, n, D, tokens)
-    common = {
+    per = READS if op == "msar_block" else 1
+    measured = {"error": f"{error(op, run, x):.1e}", "extra_mib": f"{extra_mib(run, x) / per:.1f}"}
+    for which, call in calls(op, run, x).items():
+        floor = floors(op, n, D, tokens, which, bandwidth)
+        yield described(op, name, n, D, tokens) | timed(which, call, per, floor) | measured
+
+
+def described(op: str, name: str, n: int, D: int, tokens: int) -> dict:
+    """What was measured, and on what."""
+    return {
         "op": op,
         "implementation": name,
         "n_sources": n,
@@ -261,23 +272,20 @@ def measure(op: str, n: int, D: int, tokens: int, name: str, run: Callable, band
         "triton": triton.__version__,
         "date": datetime.date.today().isoformat(),
     }
-    per = READS if op == "msar_block" else 1
-    deviation = error(op, run, x)
-    kept = extra_mib(run, x)
-    for which, call in calls(op, run, x).items():
-        replay, timing = captured(call)
-        ms = median_ms(replay) / per
-        byte_floor, fma_floor = floors(op, n, D, tokens, which, bandwidth)
-        yield common | {
-            "pass": which,
-            "ms": f"{ms:.4f}",
-            "byte_floor_ms": f"{byte_floor:.4f}",
-            "ratio": f"{ms / byte_floor:.2f}",
-            "fma_floor_ms": f"{fma_floor:.4f}",
-            "extra_mib": f"{kept / per:.1f}",
-            "error": f"{deviation:.1e}",
-            "timing": timing,
-        }
+
+
+def timed(which: str, call: Callable[[], object], per: int, floor: tuple[float, float]) -> dict:
+    """Time of a call that does `per` reads, beside the floors (ms) of one."""
+    replay, timing = captured(call)
+    ms = median_ms(replay) / per
+    return {
+        "pass": which,
+        "ms": f"{ms:.4f}",
+        "byte_floor_ms": f"{floor[0]:.4f}",
+        "ratio": f"{ms / floor[0]:.2f}",
+        "fma_floor_ms": f"{floor[1]:.4f}",
+        "timing": timing,
+    }
 
 
 def read_rows(path: Path) -> list[dict]:
@@ -317,6 +325,10 @@ def parser() -> argparse.ArgumentParser:
         "--peers", action="store_true", help="also torch.compile, eager and the packages importable here"
     )
     parsed.add_argument("--implementation", nargs="*", help="only these, by the names that a row prints")
+    parsed.add_argument("--table", action="store_true", help="the rows of docs/kernels.md, most wanted first")
+    parsed.add_argument(
+        "--seconds", type=float, default=230, help="with --table: start no row after this (default 230)"
+    )
     parsed.add_argument(
         "--output", type=Path, default=Path("results/kernels"), help="folder of bench.csv and bench.svg"
     )
@@ -330,6 +342,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     args.output.mkdir(parents=True, exist_ok=True)
     path = args.output / "bench.csv"
+    if args.table:
+        from kernels import bench_table
+
+        return bench_table.run(args.output, args.seconds)
     keys = FIELDS[:5]
     done = {tuple(row[key] for key in keys) for row in read_rows(path) if row["pass"] == "forward_backward"}
     bandwidth = copy_bandwidth()
