@@ -2,10 +2,12 @@
 
 from kernels.attnres_read import attnres_read, attnres_read_through
 from kernels.hyper import hc_read, mhc_contract, mhc_read, update, update_and_project
+from kernels.msar_ahead import MAX_READS, score_block
 from kernels.msar_block import open_block, read_block
 from kernels.msar_read import msar_read, msar_read_through
 
 __all__ = [
+    "MAX_READS",
     "attnres_read",
     "attnres_read_through",
     "hc_read",
@@ -15,6 +17,7 @@ __all__ = [
     "msar_read_through",
     "open_block",
     "read_block",
+    "score_block",
     "update",
     "update_and_project",
 ]

@@ -1,5 +1,7 @@
 """The MSAR read on the GPU, one read at a time: score, softmax over depth, retrieve, mix; forward and backward.
 
+Sources that many reads see through the same convs can be scored for all of them beforehand (`msar_ahead`).
+
 Forward, every source is expanded twice in registers, once to score it and once to sum it up with its weights; the m
 retrieved streams go through memory to the mix and are dropped. Kept for the backward pass: logits, rstd, weights and
 gates, a few fp32 values per token, source and stream. Backward, the streams are retrieved again, turned in place into
@@ -32,7 +34,7 @@ class _Read(torch.autograd.Function):
     """One read; inputs are the parameters, N sources and their taps (one tensor if all sources share it, or none)."""
 
     @staticmethod
-    def forward(ctx, spec, position, query, mix_weight, mix_scale, mix_bias, n_sources, *tensors):
+    def forward(ctx, spec, position, scored, query, mix_weight, mix_scale, mix_bias, n_sources, *tensors):
         given, taps = tensors[:n_sources], tensors[n_sources:]
         B, T, D = given[0].shape
         queries = float32(query)[None]
@@ -41,7 +43,7 @@ class _Read(torch.autograd.Function):
         # without taps the kernels never read them, but still want a pointer
         taps_32 = tuple(map(float32, taps)) or (queries,)
         sources = Sources(held, taps_32, position)
-        logits, rstd = score(spec, sources, queries)
+        logits, rstd = all_scores(spec, sources, taps_32, queries, scored)
         weights, _, scale = softmax_over_sources(logits, rstd)
         if spec.m == 1:
             out, statistics = retrieve(spec, sources, weights[0], None), None
@@ -50,6 +52,7 @@ class _Read(torch.autograd.Function):
         kept = (queries, logits, rstd, weights, scale, statistics, position)
         ctx.save_for_backward(*kept, *(mixer or (None,) * 3), *taps_32, *held)
         ctx.spec, ctx.n_sources, ctx.n_taps = spec, n_sources, len(taps)
+        ctx.n_ahead = 0 if scored is None else scored.shape[1]
         ctx.dtypes = [None if x is None else x.dtype for x in (query, mix_weight, mix_scale, mix_bias, *taps)]
         ctx.set_materialize_grads(False)
         return out.view(B, T, D), *given
@@ -61,7 +64,7 @@ class _Read(torch.autograd.Function):
         queries, logits, rstd, weights, scale, statistics, position, *rest = ctx.saved_tensors
         mixer, taps, held = rest[:3], rest[3:-n], rest[-n:]
         if dh is None:
-            return (None,) * 7 + tuple(later) + (None,) * ctx.n_taps
+            return (None,) * 8 + tuple(later) + (None,) * ctx.n_taps
         sources = Sources(held, taps, position, Buffers(held, later))
         B, T, D, _ = sources.shape
         # the mean's gradient, dh / m for every stream, does not depend on what was retrieved
@@ -71,11 +74,30 @@ class _Read(torch.autograd.Function):
             of_mix = mix_backward(spec, retrieved, scale, dr, mixer, statistics, in_place=True, with_mean=False)
             dr, unit, dmixer = of_mix.dr, of_mix.unit[None], of_mix.mixer
         scores = Scores(queries, logits, weights, rstd)
-        dqueries, dtaps, _ = sources_backward(spec, sources, scores, [dr], unit, None)
+        dqueries, dtaps, dlogits = sources_backward(spec, sources, scores, [dr], unit, None, ctx.n_ahead)
+        dscored = None
+        if ctx.n_ahead:
+            dscored = torch.stack((dlogits, torch.zeros_like(dlogits))).view(2, ctx.n_ahead, B, T, spec.m)
         dtaps = () if ctx.n_taps == 0 else (dtaps.sum(0),) if ctx.n_taps == 1 else dtaps.unbind()
         dparameters = [dqueries[0], *dmixer, *dtaps]
         dparameters = [None if g is None else g.to(dtype) for g, dtype in zip(dparameters, ctx.dtypes, strict=True)]
-        return None, None, *dparameters[:4], None, *sources.buffers.out, *dparameters[4:]
+        return None, None, dscored, *dparameters[:4], None, *sources.buffers.out, *dparameters[4:]
+
+
+def all_scores(
+    spec: Spec, sources: Sources, taps: Sequence[Tensor], queries: Tensor, scored: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Logits [1, N, P, m] and rstd [N, P, m], of the first sources from `scored` [2, n, B, T, m] where it is given."""
+    if scored is None:
+        return score(spec, sources, queries)
+    B, T, _, N = sources.shape
+    n = scored.shape[1]
+    logits, rstd = scored.view(2, n, B * T, spec.m).unbind()
+    if n < N:
+        rest = Sources(sources.tensors[n:], taps[n:] if len(taps) > 1 else taps, sources.position)
+        of_rest = score(spec, rest, queries)
+        logits, rstd = torch.cat((logits, of_rest[0][0])), torch.cat((rstd, of_rest[1]))
+    return logits[None], rstd
 
 
 @torch.compiler.disable
@@ -91,6 +113,7 @@ def msar_read_through(
     gate: Gate = "sigmoid",
     eps: float = 1e-5,
     position: Tensor | None = None,
+    scored: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """`reference.msar_read`, and the sources to hand to the next read.
 
@@ -102,6 +125,7 @@ def msar_read_through(
         taps: N tensors [K, D], the same one N times if the reader owns the convs; None where K is 0.
         query, mix_weight, mix_scale, mix_bias, kernel_sizes, gate, eps, position: see `reference.msar_read`; up to 8
             streams of up to 32 taps.
+        scored: [2, n, B, T, m], what `score_block` returned for this read's first n sources.
     Returns:
         [B, T, D] in the sources' dtype, and the N sources.
     Raises:
@@ -116,7 +140,9 @@ def msar_read_through(
         taps = taps[:1]
     if position is not None:
         position = position.to(torch.int32).contiguous()
-    out, *through = _Read.apply(spec, position, query, mix_weight, mix_scale, mix_bias, len(sources), *sources, *taps)
+    out, *through = _Read.apply(
+        spec, position, scored, query, mix_weight, mix_scale, mix_bias, len(sources), *sources, *taps
+    )
     return out, tuple(through)
 
 

@@ -255,8 +255,9 @@ def weights_gradient(spec: Spec, sources: Sources, drs: Sequence[Tensor], dr_tab
 
 
 def sources_backward(
-    spec: Spec, sources: Sources, scores: Scores, drs: Sequence[Tensor], units: Tensor | float, means: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+    spec: Spec, sources: Sources, scores: Scores, drs: Sequence[Tensor], units: Tensor | float, means: Tensor | None,
+    n_ahead: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of all that R reads did with N sources; those of the sources go to their buffers.
 
     Args:
@@ -264,67 +265,112 @@ def sources_backward(
         units: what their values count, [R, P, m] or one number.
         means: [R, P, m], sum over all sources of a read of weight times its gradient; NaN, or None for all, where these
             are all its sources and it is summed here.
+        n_ahead: of one read, how many of the first sources were scored elsewhere; `scores_backward` does the rest.
     Returns:
-        Gradients of the queries [R, m, D] and taps [N, K, D], and of the first read the weights' gradient [N, P, m].
+        Gradients of the queries [R, m, D], of the taps [N, K, D], and of the logits scored elsewhere [n_ahead, P, m].
     """
     B, T, D, N = sources.shape
     R, P, m = len(drs), B * T, spec.m
-    n_segments = triton.cdiv(T, SEGMENT)
-    empty, constants = scores.logits.new_empty, sources.constants(spec)
     dr_table = table(drs)
-    place = (T, N, P, n_segments, SEGMENT)
     dweights = weights_gradient(spec, sources, drs, dr_table)
-    scaled, slope, bend = torch.empty_like(dweights), torch.empty_like(dweights), empty(N, P, m)
+    scaled, slope = torch.empty_like(dweights), torch.empty_like(dweights)
+    bend = slope.new_empty(N, P, m)
     has_units = isinstance(units, Tensor)
     depth_softmax.slopes_kernel[(triton.cdiv(P * m, depth_softmax.BLOCK),)](
         dweights, units if has_units else None, means, scores.weights, scores.logits, scores.rstd, scaled, slope, bend,
         N, P * m, 0.0 if has_units else units, D,
         READS=R, UNITS=has_units, MEANS=means is not None, BLOCK=depth_softmax.BLOCK,
     )  # fmt: skip
-    dqueries = empty(N, B * n_segments, R, m, D)
-    walked, unit = {"PER_SOURCE": R > 1, "BEND": True, "QUERY": R == 1}, scaled
     if R > 1:
-        streams_backward.dqueries_kernel[(triton.cdiv(D, 64) * N, B * n_segments, m)](
-            sources.table,
-            by_token(slope),
-            sources.position,
-            dqueries,
-            *place,
-            READS=R,
-            BLOCK_D=64,
-            UNROLL=4,
-            **constants,
-        )
-        dus, unit = combine(drs, scores.queries, scaled, slope)
-        dr_table = table(dus)
-    dtaps = empty(N, B * n_segments, spec.K, D)
-    streams_backward.gradient_kernel[(triton.cdiv(D, spec.block_d) * N, B * n_segments)](
-        sources.table, dr_table, unit, slope, bend, scores.queries, sources.position, dtaps, dqueries, *place,
-        SHARED=drs[0].ndim == 2, BLOCK_D=spec.block_d, UNROLL=4, ADD=sources.buffers.add,
-        DR_DTYPE=TRITON_DTYPES[drs[0].dtype], **walked, **constants,
+        dqueries, dtaps = walk_combined(spec, sources, drs, scores.queries, scaled, slope, bend)
+        return dqueries, dtaps, slope[0, :0]
+    options = {"shared": drs[0].ndim == 2, "dr_dtype": drs[0].dtype}
+    dquery, dtaps = slope.new_zeros(m, D), []
+    if n_ahead:
+        dtaps += [walk(spec, sources, slice(0, n_ahead), dr_table, scaled[0], **options)[1]]
+    if n_ahead < N:
+        of_scores = (slope[0], bend, scores.queries[0])
+        dquery, rest = walk(spec, sources, slice(n_ahead, N), dr_table, scaled[0], of_scores, **options)
+        dtaps += [rest]
+    return dquery[None], torch.cat(dtaps), slope[0, :n_ahead] / scores.rstd[:n_ahead]
+
+
+def scores_backward(
+    spec: Spec, sources: Sources, queries: Tensor, logits: Tensor, rstd: Tensor, dlogits: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The backward pass of `score`, for dlogits [R, N, P, m]: gradients of queries and taps; sources' in buffers."""
+    slope = dlogits * rstd
+    bend = (slope * logits).sum(0) * rstd / sources.shape[2]
+    return walk_combined(spec, sources, (), queries, None, slope, bend)
+
+
+def walk_combined(
+    spec: Spec, sources: Sources, drs: Sequence[Tensor], queries: Tensor, scaled_weights: Tensor | None, slope: Tensor,
+    bend: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Gradients of queries [R, m, D] and taps [N, K, D] from those of R reads' streams; sources' in their buffers."""
+    B, T, D, N = sources.shape
+    R, P, m = len(queries), B * T, spec.m
+    n_segments = triton.cdiv(T, SEGMENT)
+    dqueries = slope.new_empty(N, B * n_segments, R, m, D)
+    streams_backward.dqueries_kernel[(triton.cdiv(D, 64) * N, B * n_segments, m)](
+        sources.table, by_token(slope), sources.position, dqueries, T, N, P, n_segments, SEGMENT,
+        READS=R, BLOCK_D=64, UNROLL=4, **sources.constants(spec),
     )  # fmt: skip
-    return dqueries.sum((0, 1)), dtaps.sum(1), dweights[0]
+    dus, unit = combine(scratch_dtype(sources.dtype), drs, queries, scaled_weights, slope)
+    _, dtaps = walk(
+        spec, sources, slice(0, N), table(dus), unit, (None, bend, None), per_source=True, dr_dtype=dus[0].dtype
+    )
+    return dqueries.sum((0, 1)), dtaps
+
+
+def walk(
+    spec: Spec, sources: Sources, part: slice, dr_table: Tensor, weights: Tensor,
+    of_scores: tuple[Tensor | None, Tensor, Tensor | None] | None = None,
+    *, dr_dtype: torch.dtype, shared: bool = False, per_source: bool = False,
+) -> tuple[Tensor | None, Tensor]:  # fmt: skip
+    """Gradients of some of the sources, in their buffers, and of their taps; see `streams_backward.gradient_kernel`.
+
+    Args:
+        dr_table: of one tensor, or of one per source of the part.
+        weights: [N, P, m] of all sources.
+        of_scores: slope [N, P, m] (or None), bend [N, P, m] and query [m, D] (or None), where scores are part of it.
+    Returns:
+        Gradients of the query [m, D], None if not given, and of the taps [part, K, D].
+    """
+    B, T, D, _ = sources.shape
+    N, n_segments = part.stop - part.start, triton.cdiv(T, SEGMENT)
+    slope, bend, query = of_scores or (None,) * 3
+    dtaps = weights.new_empty(N, B * n_segments, spec.K, D)
+    dquery = None if query is None else weights.new_empty(N, B * n_segments, spec.m, D)
+    streams_backward.gradient_kernel[(triton.cdiv(D, spec.block_d) * N, B * n_segments)](
+        sources.table[:, part].contiguous(), dr_table, weights[part], None if slope is None else slope[part],
+        None if bend is None else bend[part], query, sources.position, dtaps, dquery,
+        T, N, B * T, n_segments, SEGMENT,
+        PER_SOURCE=per_source, SHARED=shared, BEND=bend is not None, QUERY=query is not None, BLOCK_D=spec.block_d,
+        UNROLL=4, ADD=sources.buffers.add, DR_DTYPE=TRITON_DTYPES[dr_dtype], **sources.constants(spec),
+    )  # fmt: skip
+    return None if query is None else dquery.sum((0, 1)), dtaps.sum(1)
 
 
 def combine(
-    drs: Sequence[Tensor], queries: Tensor, scaled_weights: Tensor, slope: Tensor
+    dtype: torch.dtype, drs: Sequence[Tensor], queries: Tensor, scaled_weights: Tensor | None, slope: Tensor
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """What R reads leave for the streams of N sources by their weights and slopes [R, N, P, m].
+    """What R reads leave for the streams of N sources by their weights (with `drs`) and slopes [R, N, P, m].
 
     Returns:
-        N tensors du [P, m, D] in the dtype of dr, and what their values count [N, P, m]. Together they are as large as
-        the dr of N reads, and live until the walk over the sources.
+        N tensors du [P, m, D] of `dtype`, and what their values count [N, P, m]. Together they are as large as the dr
+        of N reads, and live until the walk over the sources.
     """
     R, N, P, m = slope.shape
-    dr = drs[0]
-    D = dr.shape[-1]
+    D = queries.shape[-1]
     peak = queries.abs().amax(-1).clamp_min(1e-30)
-    rows = (queries / peak[..., None]).to(dr.dtype)
-    du, unit = dr.new_empty(N, P, m, D), slope.new_empty(N, P, m)
-    n_rows = max(16, triton.next_power_of_2(2 * R))
+    rows = (queries / peak[..., None]).to(dtype)
+    du, unit = slope.new_empty(N, P, m, D, dtype=dtype), slope.new_empty(N, P, m)
+    n_rows = len(drs) + R
     combining.combine_kernel[(triton.cdiv(P, COMBINE_TOKENS), m, triton.cdiv(N, 16))](
         table([*drs, *rows]), scaled_weights, slope, peak, unit, du, N, P, P * m,
-        READS=R, M=m, D=D, BLOCK_T=COMBINE_TOKENS, BLOCK_N=16, BLOCK_K=n_rows, BLOCK_D=64,
-        DTYPE=TRITON_DTYPES[dr.dtype], num_warps=4,
+        READS=R, WEIGHTED=len(drs) > 0, M=m, D=D, BLOCK_T=COMBINE_TOKENS, BLOCK_N=16,
+        BLOCK_K=max(16, triton.next_power_of_2(n_rows)), BLOCK_D=64, DTYPE=TRITON_DTYPES[dtype], num_warps=4,
     )  # fmt: skip
     return du.unbind(), unit

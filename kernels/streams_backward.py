@@ -229,7 +229,9 @@ def gradient_kernel(
     p_out = tensor_at(p_table, 3 * N + n, DTYPE) + sequence * D
     p_dr = tensor_at(p_dr_table, n if PER_SOURCE else 0, DR_DTYPE)
     b_taps = load_rows(tensor_at(p_table, N + n, tl.float32), o_d, D, K)
-    queries = load_rows(p_query, o_d, D, M if QUERY else 0)
+    queries = ()
+    if QUERY:
+        queries = load_rows(p_query, o_d, D, M)
     pending = zeros(WINDOW, BLOCK_D)  # dv of the last rows, newest first
     dtaps = zeros(K, BLOCK_D)
     dquery = zeros(M if QUERY else 0, BLOCK_D)

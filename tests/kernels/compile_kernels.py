@@ -19,6 +19,7 @@ SIZES = (1, 3)
 SOURCES = {"SIZES": SIZES, "D": D, "PACKED": True, "DTYPE": tl.bfloat16}
 TILE = {"STEPS": 4, "BLOCK_D": 64, "EVEN": False}
 WALK = {"BLOCK_D": 64, "UNROLL": 2, "SHARED": False, "DR_DTYPE": tl.float16, "ADD": True}
+WEIGHTS_ONLY = {"PER_SOURCE": False, "BEND": False, "QUERY": False}
 COMBINED = {"READS": 2, "M": 2, "D": D, "BLOCK_T": 8, "BLOCK_N": 16, "BLOCK_K": 16, "BLOCK_D": 64}
 ATTNRES = {"D": D, "MAIN": 64, "TAIL": 32, "DTYPE": tl.bfloat16}
 MIX = {"M": 2, "D": D, "BLOCK_T": 4, "BLOCK_D": 64}
@@ -35,8 +36,10 @@ KERNELS = [
     (streams_backward.dqueries_kernel, SOURCES | {"READS": 2, "BLOCK_D": 64, "UNROLL": 2}, 1),
     (streams_backward.gradient_kernel, SOURCES | WALK | {"PER_SOURCE": False, "BEND": True, "QUERY": True}, 1),
     (streams_backward.gradient_kernel, SOURCES | WALK | {"PER_SOURCE": True, "BEND": True, "QUERY": False}, 1),
-    (combining.combine_kernel, COMBINED | {"DTYPE": tl.float16}, 4),
-    (combining.combine_kernel, COMBINED | {"DTYPE": tl.float32}, 4),
+    (streams_backward.gradient_kernel, SOURCES | WALK | WEIGHTS_ONLY, 1),
+    (combining.combine_kernel, COMBINED | {"WEIGHTED": True, "DTYPE": tl.float16}, 4),
+    (combining.combine_kernel, COMBINED | {"WEIGHTED": False, "DTYPE": tl.float16}, 4),
+    (combining.combine_kernel, COMBINED | {"WEIGHTED": True, "DTYPE": tl.float32}, 4),
     (depth_softmax.weights_kernel, {"BLOCK": 128}, 4),
     (depth_softmax.merge_kernel, {"BLOCK": 128}, 4),
     (depth_softmax.slopes_kernel, {"READS": 2, "UNITS": True, "MEANS": True, "BLOCK": 128}, 4),

@@ -1,0 +1,106 @@
+import pytest
+import torch
+from kernel_inputs import DEVICE, Comparison, normal
+
+from kernels import reference
+
+pytest.importorskip("triton")
+
+from kernels import msar_ahead, msar_read
+
+
+def ahead_case(n_sources, n_reads, T, D=40, B=1, sizes=(1, 3, 5), dtype=torch.float32, mean=False) -> Comparison:
+    m, K = len(sizes), reference.n_taps(sizes)
+    inputs = {f"v{n}": normal(B, T, D, dtype=dtype) for n in range(n_sources)}
+    for group in range(n_sources + n_reads - 1 if K else 0):
+        inputs[f"taps{group}"] = normal(K, D, scale=0.3)
+    for r in range(n_reads):
+        inputs[f"query{r}"] = normal(m, D, scale=0.2)
+        if not mean:
+            inputs |= {f"weight{r}": normal(m, m, D, scale=0.05), f"bias{r}": normal(m)}
+            inputs[f"scale{r}"] = 1 + normal(1, scale=0.2)
+    return Comparison(inputs, normal(B, T, D, dtype=dtype))
+
+
+def reads(ahead: bool, n_sources, n_reads, sizes=(1, 3, 5), gate="sigmoid", position=None):
+    """The reads of a block with sublayers that return their input, scored ahead or by the reference."""
+    options = {"kernel_sizes": sizes, "position": position}
+
+    def function(inputs):
+        sources = [inputs[f"v{n}"] for n in range(n_sources)]
+        taps = [inputs.get(f"taps{group}") for group in range(n_sources + n_reads - 1)]
+        partial, total, scored = [], 0, [None] * n_reads
+        if ahead:
+            queries = [inputs[f"query{r}"] for r in range(n_reads)]
+            scored, sources = msar_ahead.score_block(sources, taps[:n_sources], queries, **options)
+        for r in range(n_reads):
+            parameters = [inputs.get(f"{name}{r}") for name in ("query", "weight", "scale", "bias")]
+            groups = taps[:n_sources] + ([] if r == 0 else [taps[n_sources + r - 1]])
+            seen = [*sources, *partial]
+            if ahead:
+                h, seen = msar_read.msar_read_through(seen, groups, *parameters, gate=gate, scored=scored[r], **options)
+                sources, partial = seen[:n_sources], seen[n_sources:]
+            else:
+                h = reference.msar_read(seen, groups, *parameters, gate=gate, **options)
+            total = total + h
+            partial = [partial[0] + h if partial else h]
+        return total + sources[0]  # a source that something else uses too
+
+    return function
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"n_sources": 2, "n_reads": 3, "T": 6},
+        {"n_sources": 1, "n_reads": 1, "T": 5},
+        {"n_sources": 1, "n_reads": 2, "T": 14, "sizes": (1, 4, 8, 12), "mean": True},
+        {"n_sources": 2, "n_reads": 2, "T": 7, "B": 2, "packed": True, "gate": "softmax", "sizes": (1, 4)},
+        {"n_sources": 2, "n_reads": 2, "T": 5, "sizes": (1, 1)},
+        {"n_sources": 2, "n_reads": 2, "T": 9, "dtype": torch.bfloat16, "sizes": (1, 4)},
+        {"n_sources": 2, "n_reads": 2, "T": 5, "dtype": torch.float16, "sizes": (1, 4)},
+    ],
+    ids=lambda options: "-".join(f"{name}={str(value).removeprefix('torch.')}" for name, value in options.items()),
+)
+def test_reads_scored_ahead_match_reference(options):
+    packed, gate = options.pop("packed", False), options.pop("gate", "sigmoid")
+    case = ahead_case(**options)
+    B, T, _ = case.dh.shape
+    arguments = {
+        "n_sources": options["n_sources"],
+        "n_reads": options["n_reads"],
+        "sizes": options.get("sizes", (1, 3, 5)),
+        "gate": gate,
+        "position": (torch.arange(T, device=DEVICE) % 5).expand(B, T) if packed else None,
+    }
+    case.check(reads(False, **arguments), reads(True, **arguments))
+
+
+def test_one_source_gives_the_queries_no_gradient():
+    result = ahead_case(1, 1, 7, sizes=(1, 4)).run(reads(True, 1, 1, sizes=(1, 4)))
+    assert result["query0"].eq(0).all()
+
+
+def test_two_runs_scored_ahead_are_bitwise_equal():
+    case = ahead_case(2, 2, 9, sizes=(1, 4))
+    first, second = (case.run(reads(True, 2, 2, sizes=(1, 4))) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_scores_that_nothing_uses_leave_the_sources_gradients_alone():
+    case = ahead_case(2, 1, 5, sizes=(1, 4))
+
+    def sources_only(inputs):
+        sources, taps = [inputs["v0"], inputs["v1"]], [inputs["taps0"], inputs["taps1"]]
+        _, (first, second) = msar_ahead.score_block(sources, taps, [inputs["query0"]], kernel_sizes=(1, 4))
+        return first + 2 * second
+
+    used = {name: case.inputs[name] for name in ("v0", "v1", "taps0", "taps1", "query0")}
+    result = Comparison(used, case.dh).run(sources_only)
+    assert result["query0"] is None
+    assert torch.equal(result["v1"], 2 * case.dh)
+
+
+def test_too_many_reads_are_named():
+    with pytest.raises(ValueError, match="1 to 16 reads, got 17"):
+        msar_ahead.score_block([normal(1, 2, 8)], [None], [normal(1, 8)] * 17, kernel_sizes=(1,))
