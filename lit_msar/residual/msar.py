@@ -14,6 +14,7 @@ from lit_msar.residual.depth import DepthAttention, joined, split_position
 
 GATE_SCALE = 0.01
 WEIGHT_STD = 0.02
+FEWEST_AHEAD = 4  # reads of a block that make it worth to score the completed sources for all of them at once
 
 
 def conv_start(conv_init: Literal["uniform", "delta"], kernel_sizes: tuple[int, ...]) -> Init:
@@ -62,10 +63,12 @@ class MSAR(DepthAttention):
         train_queries: false freezes the queries at zero, a uniform mean over depth (control).
         eps: of both norms.
         kernels: auto, triton, reference (plain PyTorch) or compiled (torch.compile of it).
-        schedule: of the Triton kernels. `per_read` keeps statistics only. `per_block` retrieves from the completed
-            blocks for all reads of a block at once, several times faster; inside a block the state also holds, for each
-            read to come, what it retrieved [B, T, m, D] and its statistics [2, B, T, m]. Needs conv_owner producer and
-            the adaptive mix of two streams or more. The other kernels always read one at a time.
+        schedule: of the Triton kernels. `per_read` keeps statistics only; with producers' convs and blocks of four to
+            sixteen sublayers the state also holds, inside a block, the completed sources' scores [2, N, B, T, m] for
+            each read to come. `per_block` retrieves from the completed blocks for all reads of a block at once, with a
+            fraction of the arithmetic; the state then holds, for each read to come, what it retrieved [B, T, m, D] and
+            its statistics [2, B, T, m]. Needs conv_owner producer and the adaptive mix of two streams or more. The
+            other kernels always read one at a time.
     """
 
     no_decay = frozenset({"query", "mix_scale", "mix_bias"})
@@ -142,6 +145,8 @@ class MSAR(DepthAttention):
         options = {"kernel_sizes": self.kernel_sizes, "eps": self.eps, "position": position}
         if self._reads_by_block(tensors[0]):
             x, tensors = self._read_by_block(tensors, site, options)
+        elif self._scores_ahead(tensors[0]):
+            x, tensors = self._read_scored(tensors, site, options)
         else:
             parameters = (self.source_taps(site), self.query[site.index], *self.mixer(site))
             x, tensors = self.run_read("msar_read", tensors, *parameters, gate=self.gate, **options)
@@ -164,6 +169,28 @@ class MSAR(DepthAttention):
         parameters = (partial, partial_taps, self.query[site.index], *self.mixer(site))
         x, partial = ops.read_block(*waiting[:2], *parameters, gate=self.gate, **options)
         return x, (*sources, *waiting[2:], *(() if partial is None else (partial,)))
+
+    def _scores_ahead(self, source: Tensor) -> bool:
+        if self.reader_owns_convs or self.by_block or not FEWEST_AHEAD <= self.block_size:
+            return False
+        ops = self.ops(source)
+        return hasattr(ops, "score_block") and self.block_size <= ops.MAX_READS
+
+    def _read_scored(self, tensors: State, site: Site, options: dict) -> tuple[Tensor, State]:
+        """The read at `site` of a state `(*completed sources, their scores for each read to come, partial?)`."""
+        ops, taps = self.ops(tensors[0]), self.source_taps(site)
+        sources, waiting = self._completed(tensors, site)
+        n, partial = len(sources), ()
+        if self.opens_block(site):
+            reads = range(site.index, min(site.index + self.block_size, self.n_sublayers + 1))
+            waiting, sources = ops.score_block(sources, taps, [self.query[read] for read in reads], **options)
+        else:
+            waiting, partial = waiting[:-1], waiting[-1:]
+        parameters = (taps, self.query[site.index], *self.mixer(site))
+        x, sources = ops.msar_read_through(
+            (*sources, *partial), *parameters, gate=self.gate, scored=waiting[0], **options
+        )
+        return x, (*sources[:n], *waiting[1:], *sources[n:])
 
     def _completed(self, tensors: State, site: Site) -> tuple[State, State]:
         """The sources that no sublayer adds to any more, and the rest of the state."""

@@ -27,9 +27,13 @@ def built(strategy: Residual) -> Residual:
 STRATEGIES = {
     "attnres": lambda kernels: AttnRes(2, kernels=kernels),
     "msar": lambda kernels: MSAR(2, kernel_sizes=(1, 3), kernels=kernels),
+    "msar_scored_ahead": lambda kernels: MSAR(4, kernel_sizes=(1, 3), kernels=kernels),
     "msar_per_block": lambda kernels: MSAR(2, kernel_sizes=(1, 3), kernels=kernels, schedule="per_block"),
     "msar_reader_owned": lambda kernels: MSAR(2, kernel_sizes=(1, 3), conv_owner="reader", kernels=kernels),
 }
+
+
+PACKED = [("msar_per_block", True), ("msar_scored_ahead", True)]
 
 
 class CheckpointedToy(ToyModel):
@@ -56,14 +60,14 @@ def outcome(make, kernels: str, position=None, model=ToyModel) -> list[torch.Ten
     return [h.detach(), x.grad, *[p.grad for p in strategy.parameters()]]
 
 
-@pytest.mark.parametrize(("name", "packed"), [*((name, False) for name in STRATEGIES), ("msar_per_block", True)])
+@pytest.mark.parametrize(("name", "packed"), [*((name, False) for name in STRATEGIES), *PACKED])
 def test_triton_and_reference_give_the_same_output_and_gradients(name, packed):
     position = (torch.arange(5, device=DEVICE) % 3)[None] if packed else None
     for fused, plain in zip(*(outcome(STRATEGIES[name], k, position) for k in ("triton", "reference")), strict=True):
         torch.testing.assert_close(fused, plain, rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", ["attnres", "msar", "msar_per_block"])
+@pytest.mark.parametrize("name", ["attnres", "msar", "msar_scored_ahead", "msar_per_block"])
 def test_checkpointed_layers_give_the_same_numbers(name):
     plain, recomputed = outcome(STRATEGIES[name], "triton"), outcome(STRATEGIES[name], "triton", model=CheckpointedToy)
     assert all(torch.equal(a, b) for a, b in zip(plain, recomputed, strict=True))
@@ -91,14 +95,23 @@ def test_per_block_names_what_it_needs(options):
         MSAR(schedule="per_block", **options)
 
 
-def test_inspect_sees_the_same_sources_inside_a_block():
+@pytest.mark.parametrize("options", [{"block_size": 3, "schedule": "per_block"}, {"block_size": 4}])
+def test_inspect_sees_the_same_sources_inside_a_block(options):
     maps = []
     for kernels_option in ("triton", "reference"):
         torch.manual_seed(0)
-        strategy = built(MSAR(3, kernel_sizes=(1, 3), kernels=kernels_option, schedule="per_block"))
+        strategy = built(MSAR(kernel_sizes=(1, 3), kernels=kernels_option, **options))
         state = strategy.begin(torch.randn(1, 4, 16, device=DEVICE))
         for site in sites(2)[:2]:
             x, state = strategy.read(state, site)
             state = strategy.write(state, site, torch.tanh(x))
         maps.append(strategy.inspect(state, sites(2)[2])["weights"])
     torch.testing.assert_close(*maps, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("block_size", "held"), [(2, []), (4, [(2, 1, 1, 4, 2)] * 3)])
+def test_scores_wait_in_the_state_for_blocks_of_four(block_size, held):
+    strategy = built(MSAR(block_size, kernel_sizes=(1, 3), kernels="triton"))
+    first = sites(2)[0]
+    _, state = strategy.read(strategy.begin(torch.randn(1, 4, 16, device=DEVICE)), first)
+    assert [tuple(x.shape) for x in state[1:]] == held
