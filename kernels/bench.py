@@ -26,7 +26,7 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels import attnres_read, compiled, msar_block, msar_read, reference
+from kernels import attnres_read, compiled, msar_ahead, msar_block, msar_read, reference
 from kernels.bench_figure import write_figure
 
 KERNEL_SIZES = (1, 4, 8, 12)
@@ -38,7 +38,8 @@ FIELDS = (
     "op implementation n_sources d_model tokens pass ms byte_floor_ms ratio fma_floor_ms extra_mib error timing device "
     "torch triton date"
 ).split()
-OPS = ("attnres", "msar", "msar_reader", "msar_block")
+OPS = ("attnres", "msar", "msar_reader", "msar_ahead", "msar_block")
+OF_A_BLOCK = ("msar_ahead", "msar_block")  # a row of these is the mean of READS reads
 SOURCES = {"all": (3, 6, 9, 17, 57), "peers": (3, 6, 9)}
 WIDTHS = {"all": (2048, 2080, 2112, 2560), "peers": (2048, 2112, 2560)}
 
@@ -56,11 +57,11 @@ class Inputs:
         self.sources = [normal(1, tokens, D).detach().to(dtype).requires_grad_() for _ in range(n_sources)]
         self.dh = torch.randn(1, tokens, D, device="cuda", generator=generator).to(dtype)
         n_groups = 0 if op == "attnres" else 1 if op == "msar_reader" else n_sources
-        n_groups += READS - 1 if op == "msar_block" else 0  # each read of a block sees another partial sum
+        n_groups += READS - 1 if op in OF_A_BLOCK else 0  # each read of a block sees another partial sum
         self.taps = [normal(K, D, scale=0.3) for _ in range(n_groups)]
         self.reads = [
             (normal(m, D, scale=0.02), normal(m, m, D, scale=0.02), normal(1), normal(m))
-            for _ in range(READS if op == "msar_block" else 1)
+            for _ in range(READS if op in OF_A_BLOCK else 1)
         ]
         self.query, self.gain = normal(D, scale=0.02), normal(D)
         self.stack: Tensor | None = None
@@ -105,10 +106,22 @@ def run_op(op: str, module, x: Inputs) -> list[Tensor]:
 def run_triton(op: str, x: Inputs) -> list[Tensor]:
     if op == "attnres":
         return run_op(op, attnres_read, x)
-    if op != "msar_block":
+    if op not in OF_A_BLOCK:
         return run_op(op, msar_read, x)
     n = len(x.sources) - 1
     queries = [read[0] for read in x.reads]
+    if op == "msar_ahead":
+        scored, sources = msar_ahead.score_block(x.sources[:n], x.taps[:n], queries, kernel_sizes=KERNEL_SIZES)
+        sources, out = (*sources, x.sources[n]), []
+        for r, read in enumerate(x.reads):
+            seen = n + (r > 0)
+            taps = [*x.taps[:n], x.taps[n + r - 1]][:seen]
+            h, through = msar_read.msar_read_through(
+                sources[:seen], taps, *read, kernel_sizes=KERNEL_SIZES, scored=scored[r]
+            )
+            sources = (*through, *sources[seen:])
+            out.append(h)
+        return out
     waiting, _ = msar_block.open_block(x.sources[:n], x.taps[:n], queries, kernel_sizes=KERNEL_SIZES)
     partial, out = x.sources[n], []
     for r, read in enumerate(x.reads):
@@ -252,7 +265,7 @@ def shapes(args: argparse.Namespace) -> Iterator[tuple[str, int, int, int]]:
 def measure(op: str, n: int, D: int, tokens: int, name: str, run: Callable, bandwidth: float) -> Iterator[dict]:
     """The rows of one operation, implementation and shape."""
     x = Inputs(op, n, D, tokens)
-    per = READS if op == "msar_block" else 1
+    per = READS if op in OF_A_BLOCK else 1
     measured = {"error": f"{error(op, run, x):.1e}", "extra_mib": f"{extra_mib(run, x) / per:.1f}"}
     for which, call in calls(op, run, x).items():
         floor = floors(op, n, D, tokens, which, bandwidth)

@@ -1,6 +1,7 @@
 import xml.etree.ElementTree as ET
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -57,3 +58,19 @@ def test_bench_without_a_gpu_says_so(capsys, monkeypatch):
     monkeypatch.setattr(bench.torch.cuda, "is_available", lambda: False)
     assert bench.main([]) == 2
     assert "finds none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("op", ["msar", "msar_reader", "msar_ahead", "msar_block"])
+def test_kernels_and_reference_of_an_operation_are_given_the_same_reads(op, monkeypatch):
+    monkeypatch.setattr(bench, "READS", 2)
+    monkeypatch.setattr(bench, "KERNEL_SIZES", (1, 2))
+    x = object.__new__(bench.Inputs)
+    n_taps = 1 if op == "msar_reader" else 3
+    x.sources = [torch.randn(1, 4, 8) for _ in range(2)]
+    x.taps = [torch.randn(2, 8) for _ in range(n_taps)]
+    x.reads = [(torch.randn(2, 8), torch.randn(2, 2, 8), torch.randn(1), torch.randn(2)) for _ in range(2)]
+    if op not in bench.OF_A_BLOCK:
+        x.taps = x.taps[:2]
+    expected, found = bench.run_op(op, bench.reference, x), bench.run_triton(op, x)
+    assert len(found) == len(expected)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)

@@ -1,0 +1,178 @@
+"""Instructions that the inner loops of the MSAR kernels issue, without a GPU: `python -m kernels.bench_issue`.
+
+Every kernel is compiled for sm_90 at D = 2112 and kernel sizes (1, 4, 8, 12), and the instructions of its loops are
+counted in the SASS per source, token and channel (per token and channel for the mix). A lane issues one instruction a
+clock and scheduler at best, which bounds the time from below: 132 SMs of 4 schedulers at 1.75 GHz. Kernels of two warps
+a scheduler have been measured at 50 to 70 % of that, the others at up to 100 %.
+"""
+
+import re
+import subprocess
+import sys
+import tempfile
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kernels import combining, mixing, streams, streams_backward
+
+D, TOKENS = 2112, 8192
+READS, SOURCES = 8, 8
+ISSUED_PER_SECOND = 132 * 4 * 1.75e9 * 32  # by all lanes
+LOOP_MIN = 40  # instructions: shorter loops are set-up
+SHAPE = {"SIZES": (1, 4, 8, 12), "D": D, "PACKED": False, "DTYPE": tl.bfloat16, "BLOCK_D": 64, "p_position": None}
+TILE = SHAPE | {"EVEN": True}
+WALK = SHAPE | {"DR_DTYPE": tl.float16, "UNROLL": 4, "ADD": True, "SHARED": False}
+MIX = {"M": 4, "D": D, "SOFTMAX": False}
+NO_QUERY = {"QUERY": False, "p_slope": None, "p_query": None, "p_dquery": None}
+NO_BASE = {"BASE": False, "p_base": None, "p_base_weight": None}
+COMBINED = {"READS": READS, "WEIGHTED": True, "M": 4, "D": D, "BLOCK_T": 8, "BLOCK_N": 16, "BLOCK_K": 16, "BLOCK_D": 64}
+TYPES = {
+    "p_out": "*fp16",
+    "p_dh": "*bf16",
+    "p_r": "*fp16",
+    "p_dr": "*fp16",
+    "p_du": "*fp16",
+    "p_table": "*i64",
+    "p_dr_table": "*i64",
+    "p_row_table": "*i64",
+    "eps": "fp32",
+}
+COUNTS = ("T", "N", "P", "n_tiles", "n_segments", "SEGMENT", "count", "tokens")
+
+
+class Case(NamedTuple):
+    """A kernel as a launch compiles it, and how many values one turn of its loops makes of a lane (`per_turn`)."""
+
+    name: str
+    kernel: object
+    constants: dict
+    warps: int
+    per_turn: float
+    sources: int  # that the launch goes through; 1 for the mix
+
+
+ONE = {"PER_SOURCE": False, "BEND": True, "QUERY": True}
+CASES = (
+    Case("score, one read", streams.score_read_kernel, TILE | {"STEPS": 4}, 1, 8, 1),
+    Case("score, 8 reads", streams.score_kernel, TILE | {"STEPS": 4, "READS": READS}, 1, 8, SOURCES),
+    Case("retrieve", streams.retrieve_kernel, TILE | NO_BASE | {"STEPS": 8, "SCALED": True}, 1, 16, SOURCES + 1),
+    Case("retrieve, 8 reads", streams.retrieve_block_kernel, TILE | {"STEPS": 4, "READS": READS}, 1, 8, SOURCES),
+    Case("mix", mixing.mix_kernel, MIX | {"BLOCK_T": 8, "BLOCK_D": 64, "MEAN": False}, 4, 4, 1),
+    Case("mix backward, factors", mixing.mix_factors_kernel, MIX | {"BLOCK_T": 8, "BLOCK_D": 64}, 4, 4, 1),
+    Case(
+        "mix backward, gradients",
+        mixing.mix_gradient_kernel,
+        {"M": 4, "D": D, "BLOCK_T": 4, "BLOCK_D": 128, "DOTS": False, "p_dots": None},
+        4,
+        4,
+        1,
+    ),
+    Case(
+        "weights' gradient",
+        streams_backward.dweights_read_kernel,
+        TILE | {"STEPS": 8, "SHARED": False},
+        1,
+        16,
+        SOURCES + 1,
+    ),
+    Case(
+        "weights' gradient, 8 reads",
+        streams_backward.dweights_kernel,
+        TILE | {"STEPS": 4, "READS": READS, "DR_DTYPE": tl.float16},
+        1,
+        8,
+        SOURCES,
+    ),
+    Case(
+        "queries' gradients, 8 reads",
+        streams_backward.dqueries_kernel,
+        SHAPE | {"READS": READS, "UNROLL": 4},
+        1,
+        8,
+        SOURCES,
+    ),
+    Case("combine, 8 reads", combining.combine_kernel, COMBINED | {"DTYPE": tl.float16}, 4, 8, SOURCES),
+    Case("walk, scored in the read", streams_backward.gradient_kernel, WALK | ONE, 1, 8, 1),
+    Case(
+        "walk, after combine",
+        streams_backward.gradient_kernel,
+        WALK | NO_QUERY | {"PER_SOURCE": True, "BEND": True},
+        1,
+        8,
+        SOURCES,
+    ),
+    Case(
+        "walk, scored ahead",
+        streams_backward.gradient_kernel,
+        WALK | NO_QUERY | {"PER_SOURCE": False, "BEND": False, "p_bend": None},
+        1,
+        8,
+        SOURCES,
+    ),
+)
+
+
+def compiled(case: Case):
+    """The kernel as a launch with aligned tensors and T a multiple of 16 compiles it for sm_90."""
+    signature, fixed, hints = {}, {}, {}
+    for place, name in enumerate(case.kernel.arg_names):
+        if name in case.constants:
+            signature[name], fixed[(place,)] = "constexpr", case.constants[name]
+            continue
+        signature[name] = TYPES.get(name, "i32" if name in COUNTS else "*fp32")
+        if name.startswith("p_") or name in ("T", "P"):
+            hints[(place,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=case.kernel, signature=signature, constexprs=fixed, attrs=hints)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": case.warps})
+
+
+def instructions(cubin: bytes) -> tuple[list[tuple[int, str]], int]:
+    """Address and text of every instruction, and the registers of a thread."""
+    cuobjdump = triton.knobs.nvidia.cuobjdump.path
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        sass, usage = (
+            subprocess.run([cuobjdump, option, file.name], capture_output=True, text=True, check=True)
+            for option in ("-sass", "-res-usage")
+        )
+    found = re.findall(r"^\s+/\*([0-9a-f]+)\*/\s+(.*?);", sass.stdout, re.MULTILINE)
+    registers = re.search(r"REG:(\d+)", usage.stdout + usage.stderr)
+    return [(int(address, 16), text) for address, text in found], int(registers[1])
+
+
+def in_loops(listing: list[tuple[int, str]]) -> list[str]:
+    """Operation names of the instructions between a backward branch and its target."""
+    names = []
+    for address, text in listing:
+        target = re.search(r"BRA\S*\s+.*?(0x[0-9a-f]+)", text)
+        if target is None or not int(target[1], 16) < address - 16 * LOOP_MIN:
+            continue
+        body = [line for at, line in listing if int(target[1], 16) <= at <= address]
+        names += [re.sub(r"^@!?U?P\w+\s+", "", line).split()[0].partition(".")[0] for line in body]
+    return names
+
+
+def main() -> int:
+    print(f"{'kernel':<30}{'issued':>8}{'fp32':>7}{'loads':>7}{'spills':>8}{'registers':>11}{'at least':>12}")
+    for case in CASES:
+        listing, registers = instructions(compiled(case).asm["cubin"])
+        names = in_loops(listing)
+        arithmetic = sum(name in ("FFMA", "FMUL", "FADD") for name in names)
+        spills = sum(name in ("LDL", "STL") for name in names)
+        issued = len(names) / case.per_turn
+        ms = issued * case.sources * TOKENS * D / ISSUED_PER_SECOND * 1e3
+        print(
+            f"{case.name:<30}{issued:>8.1f}{arithmetic / case.per_turn:>7.1f}{names.count('LDG') / case.per_turn:>7.1f}"
+            f"{spills:>8}{registers:>11}{ms:>9.3f} ms",
+            flush=True,
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
