@@ -30,6 +30,7 @@ MIX = {"M": 4, "D": D, "SOFTMAX": False}
 NO_QUERY = {"QUERY": False, "p_slope": None, "p_query": None, "p_dquery": None}
 NO_BASE = {"BASE": False, "p_base": None, "p_base_weight": None}
 COMBINED = {"READS": READS, "WEIGHTED": True, "M": 4, "D": D, "BLOCK_T": 8, "BLOCK_N": 16, "BLOCK_K": 16, "BLOCK_D": 64}
+DQUERIES = SHAPE | {"READS": READS, "BLOCK_T": 32, "PRECISION": "tf32"}
 TYPES = {
     "p_out": "*fp16",
     "p_dh": "*bf16",
@@ -87,14 +88,7 @@ CASES = (
         8,
         SOURCES,
     ),
-    Case(
-        "queries' gradients, 8 reads",
-        streams_backward.dqueries_kernel,
-        SHAPE | {"READS": READS, "UNROLL": 4},
-        1,
-        8,
-        SOURCES,
-    ),
+    Case("queries' gradients, 8 reads", combining.dqueries_kernel, DQUERIES, 4, 16, SOURCES),
     Case("combine, 8 reads", combining.combine_kernel, COMBINED | {"DTYPE": tl.float16}, 4, 8, SOURCES),
     Case("walk, scored in the read", streams_backward.gradient_kernel, WALK | ONE, 1, 8, 1),
     Case(

@@ -1,14 +1,31 @@
-"""The kernel that turns the gradients of R reads' retrieved streams into those of N sources' streams.
+"""Triton kernels that sum over the R reads of a block, or over time for all of them, on tensor cores.
 
     du_nj = sum_r a_rnj dr_rj + sum_r slope_rnj query_rj
+    dquery_rj = sum_n sum_i taps_nj[i] sum_s slope_rnj[s + i] v_n[s]
 
-Per token and stream that is a matrix [N, 2 R] of coefficients times one [2 R, D] of rows, the reads' dr and, the same
-for every token, the queries: a product on tensor cores, where a walk would spend 2 R multiply-adds and as many loads of
-coefficients per value. Coefficients and rows are fp16 for half-precision sources, in units that bound the sum.
+The first turns the gradients of retrieved streams into those of the sources' streams: per token and stream a matrix
+[N, 2 R] of coefficients times one [2 R, D] of rows, the reads' dr and, the same for every token, the queries. A walk
+would spend 2 R multiply-adds and as many loads of coefficients per value. Coefficients and rows are fp16 for
+half-precision sources, in units that bound the sum. The second needs no stream: a matrix of shifted slopes times the
+rows of the source, then the taps; tf32 for half-precision sources.
 """
 
 import triton
 import triton.language as tl
+
+from kernels.tiles import first_tap, n_streams, tensor_at, width
+
+
+@triton.constexpr_function
+def padded(count):
+    """The next power of two."""
+    return 1 << (int(count) - 1).bit_length()
+
+
+@triton.constexpr_function
+def read_rows(reads, taps):
+    """Reads of a matrix with `taps` rows per read, at least the 16 rows of a tensor core."""
+    return max(1 << (int(reads) - 1).bit_length(), 16 // taps)
 
 
 @triton.jit
@@ -62,3 +79,66 @@ def combine_kernel(
         b_du = tl.dot(b_coefficients, b_rows, input_precision="ieee")  # [BLOCK_T, BLOCK_N, BLOCK_D]
         p_at = p_du + ((o_n[None, :] * tl.cast(P, tl.int64) + o_t[:, None]) * M + j)[:, :, None] * D
         tl.store(p_at + o_d[None, None, :], b_du.to(DTYPE), mask=m_tn[:, :, None] & (o_d < D)[None, None, :])
+
+
+@triton.jit
+def dqueries_kernel(
+    p_table, p_slope, p_position, p_dqueries, T, N, P, n_segments, SEGMENT,
+    SIZES: tl.constexpr, READS: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    PACKED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Partial rows [N, B n_segments, READS, m, D] of the queries' gradients; slopes are [N, P, m, READS].
+
+    One program: SEGMENT rows of one source, BLOCK_D channels of one stream.
+    """
+    for j in tl.static_range(n_streams(SIZES)):
+        if tl.program_id(2) == j:
+            dqueries_stream(
+                p_table, p_slope, p_position, p_dqueries, T, N, P, n_segments, SEGMENT,
+                SIZES, j, READS, D, BLOCK_T, BLOCK_D, PACKED, DTYPE, PRECISION,
+            )  # fmt: skip
+
+
+@triton.jit
+def dqueries_stream(
+    p_table, p_slope, p_position, p_dqueries, T, N, P, n_segments, SEGMENT,
+    SIZES: tl.constexpr, j: tl.constexpr, READS: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr, PACKED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Row (r, i) of the matrix of slopes holds those of read r, i tokens later: where tap i carries a row to."""
+    M: tl.constexpr = n_streams(SIZES)
+    WIDTH: tl.constexpr = width(SIZES, j)
+    TAPS: tl.constexpr = padded(WIDTH)
+    BLOCK_R: tl.constexpr = read_rows(READS, TAPS)
+    n = tl.program_id(0) % N
+    chunk = tl.program_id(0) // N
+    b = tl.program_id(1) // n_segments
+    s_first = (tl.program_id(1) % n_segments) * SEGMENT
+    s_end = tl.minimum(s_first + SEGMENT, T)
+    o_d = chunk * BLOCK_D + tl.arange(0, BLOCK_D)
+    o_row = tl.arange(0, BLOCK_R * TAPS)
+    read, tap = o_row // TAPS, o_row % TAPS
+    sequence = b.to(tl.int64) * T
+    p_source = tensor_at(p_table, n, DTYPE) + sequence * D
+    total = tl.zeros([BLOCK_R * TAPS, BLOCK_D], tl.float32)
+    for start in range(0, s_end - s_first, BLOCK_T):
+        o_s = s_first + start + tl.arange(0, BLOCK_T)
+        m_v = (o_s < s_end)[:, None] & (o_d < D)[None, :]
+        b_v = tl.load(p_source + o_s[:, None].to(tl.int64) * D + o_d[None, :], mask=m_v, other=0.0)
+        t = tap[:, None] + o_s[None, :]
+        mask = (read < READS)[:, None] & (tap < WIDTH)[:, None] & (o_s < s_end)[None, :] & (t < T)
+        if PACKED:
+            mask = mask & (tl.load(p_position + sequence + t, mask=t < T, other=0) >= tap[:, None])
+        at = ((n * tl.cast(P, tl.int64) + sequence + t) * M + j) * READS + read[:, None]
+        b_slope = tl.load(p_slope + at, mask=mask, other=0.0)
+        total = tl.dot(b_slope, b_v.to(tl.float32), total, input_precision=PRECISION)
+    by_tap = tl.reshape(total, (BLOCK_R, TAPS, BLOCK_D))
+    if WIDTH > 1:
+        o_i = tl.arange(0, TAPS)
+        p_taps = tensor_at(p_table, N + n, tl.float32) + (first_tap(SIZES, j) + o_i[:, None]) * D + o_d[None, :]
+        b_taps = tl.load(p_taps, mask=(o_i < WIDTH)[:, None] & (o_d < D)[None, :], other=0.0)
+        by_tap = by_tap * b_taps[None, :, :]
+    o_r = tl.arange(0, BLOCK_R)
+    program = n.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    p_out = p_dqueries + ((program * READS + o_r[:, None]) * M + j) * D + o_d[None, :]
+    tl.store(p_out, tl.sum(by_tap, 1), mask=(o_r < READS)[:, None] & (o_d < D)[None, :])

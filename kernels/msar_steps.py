@@ -17,6 +17,7 @@ from kernels.reference import Gate, n_taps
 from kernels.tiles import TRITON_DTYPES, table
 
 SEGMENT = 256  # tokens per program of a backward walk: one partial row set of the taps' gradient each
+PRODUCT_SEGMENT = 1024  # rows per program where their sums gather in tensor cores
 MIX_TOKENS = 8
 MIX_GRADIENT_TOKENS = 64
 MIX_CHANNELS = 128
@@ -311,11 +312,12 @@ def walk_combined(
     """Gradients of queries [R, m, D] and taps [N, K, D] from those of R reads' streams; sources' in their buffers."""
     B, T, D, N = sources.shape
     R, P, m = len(queries), B * T, spec.m
-    n_segments = triton.cdiv(T, SEGMENT)
+    n_segments = triton.cdiv(T, PRODUCT_SEGMENT)
     dqueries = slope.new_empty(N, B * n_segments, R, m, D)
-    streams_backward.dqueries_kernel[(triton.cdiv(D, 64) * N, B * n_segments, m)](
-        sources.table, by_token(slope), sources.position, dqueries, T, N, P, n_segments, SEGMENT,
-        READS=R, BLOCK_D=64, UNROLL=4, **sources.constants(spec),
+    combining.dqueries_kernel[(triton.cdiv(D, 64) * N, B * n_segments, m)](
+        sources.table, by_token(slope), sources.position, dqueries, T, N, P, n_segments, PRODUCT_SEGMENT,
+        READS=R, BLOCK_T=32, BLOCK_D=64, PRECISION="ieee" if sources.dtype == torch.float32 else "tf32",
+        **sources.constants(spec) | {"num_warps": 4, "num_stages": 2},
     )  # fmt: skip
     dus, unit = combine(scratch_dtype(sources.dtype), drs, queries, scaled_weights, slope)
     _, dtaps = walk(

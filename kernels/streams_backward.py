@@ -129,68 +129,6 @@ def dweights_stream(
 
 
 @triton.jit
-def dqueries_kernel(
-    p_table, p_slope, p_position, p_dqueries, T, N, P, n_segments, SEGMENT,
-    SIZES: tl.constexpr, READS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr,
-    PACKED: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """dquery_rj = sum_tn slope_rnj u_nj of several reads: partial rows [N, B n_segments, READS, m, D].
-
-    Slopes are [N, P, m, READS]: those of a token lie at constant offsets from one address.
-
-    One program: SEGMENT tokens of one stream of one source.
-    """
-    for j in tl.static_range(n_streams(SIZES)):
-        if tl.program_id(2) == j:
-            dqueries_stream(
-                p_table, p_slope, p_position, p_dqueries, T, N, P, n_segments, SEGMENT,
-                SIZES, j, READS, D, BLOCK_D, UNROLL, PACKED, DTYPE,
-            )  # fmt: skip
-
-
-@triton.jit
-def dqueries_stream(
-    p_table, p_slope, p_position, p_dqueries, T, N, P, n_segments, SEGMENT,
-    SIZES: tl.constexpr, j: tl.constexpr, READS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    UNROLL: tl.constexpr, PACKED: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """The sums of all reads stay in registers along time."""
-    M: tl.constexpr = n_streams(SIZES)
-    WIDTH: tl.constexpr = width(SIZES, j)
-    n = tl.program_id(0) % N
-    b = tl.program_id(1) // n_segments
-    t_first = (tl.program_id(1) % n_segments) * SEGMENT
-    t_end = tl.minimum(t_first + SEGMENT, T)
-    chunk = tl.program_id(0) // N
-    o_d = chunk * BLOCK_D + tl.arange(0, BLOCK_D)
-    sequence = b.to(tl.int64) * T
-    p_source = tensor_at(p_table, n, DTYPE) + sequence * D
-    b_taps = load_rows(tensor_at(p_table, N + n, tl.float32) + first_tap(SIZES, j) * D, o_d, D, learned(SIZES, j))
-    window = history(p_source, t_first.to(tl.int64), o_d, D, WIDTH)
-    p_first_slope = p_slope + ((n * tl.cast(P, tl.int64) + sequence + t_first) * M + j) * READS
-    totals = zeros(READS, BLOCK_D)
-    for start in range(0, t_end - t_first, UNROLL):
-        t_now = t_first.to(tl.int64) + start
-        first = sequence + t_now
-        rows = raw_rows(p_source + t_now * D, t_now, o_d, T, D, 0, UNROLL, False)
-        for s in tl.static_range(UNROLL):
-            inside = t_now + s < t_end
-            window = pushed(window, rows[s].to(tl.float32), WIDTH)
-            seen = window
-            if PACKED:
-                seen = visible(window, tl.load(p_position + first + s, mask=inside, other=0), WIDTH)
-            b_u = convolved(b_taps, seen, 0, WIDTH)
-            updated = ()
-            for r in tl.static_range(READS):
-                slope = tl.load(p_first_slope + (start + s) * (M * READS) + r, mask=inside, other=0.0)
-                updated = updated + (totals[r] + slope * b_u,)
-            totals = updated
-    program = n.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    for r in tl.static_range(READS):
-        tl.store(p_dqueries + ((program * READS + r) * M + j) * D + o_d, totals[r], mask=o_d < D)
-
-
-@triton.jit
 def gradient_kernel(
     p_table, p_dr_table, p_weights, p_slope, p_bend, p_query, p_position, p_dtaps, p_dquery,
     T, N, P, n_segments, SEGMENT,

@@ -20,6 +20,7 @@ SOURCES = {"SIZES": SIZES, "D": D, "PACKED": True, "DTYPE": tl.bfloat16}
 TILE = {"STEPS": 4, "BLOCK_D": 64, "EVEN": False}
 WALK = {"BLOCK_D": 64, "UNROLL": 2, "SHARED": False, "DR_DTYPE": tl.float16, "ADD": True}
 WEIGHTS_ONLY = {"PER_SOURCE": False, "BEND": False, "QUERY": False}
+DQUERIES = {"READS": 2, "BLOCK_T": 32, "BLOCK_D": 64}
 COMBINED = {"READS": 2, "M": 2, "D": D, "BLOCK_T": 8, "BLOCK_N": 16, "BLOCK_K": 16, "BLOCK_D": 64}
 ATTNRES = {"D": D, "MAIN": 64, "TAIL": 32, "DTYPE": tl.bfloat16}
 MIX = {"M": 2, "D": D, "BLOCK_T": 4, "BLOCK_D": 64}
@@ -33,7 +34,8 @@ KERNELS = [
     (streams.retrieve_block_kernel, SOURCES | TILE | {"READS": 2}, 1),
     (streams_backward.dweights_read_kernel, SOURCES | TILE | {"SHARED": False}, 1),
     (streams_backward.dweights_kernel, SOURCES | TILE | {"READS": 2, "DR_DTYPE": tl.float16}, 1),
-    (streams_backward.dqueries_kernel, SOURCES | {"READS": 2, "BLOCK_D": 64, "UNROLL": 2}, 1),
+    (combining.dqueries_kernel, SOURCES | DQUERIES | {"PRECISION": "tf32"}, 4),
+    (combining.dqueries_kernel, SOURCES | DQUERIES | {"PRECISION": "ieee", "DTYPE": tl.float32}, 4),
     (streams_backward.gradient_kernel, SOURCES | WALK | {"PER_SOURCE": False, "BEND": True, "QUERY": True}, 1),
     (streams_backward.gradient_kernel, SOURCES | WALK | {"PER_SOURCE": True, "BEND": True, "QUERY": False}, 1),
     (streams_backward.gradient_kernel, SOURCES | WALK | WEIGHTS_ONLY, 1),

@@ -6,7 +6,7 @@ from kernels import reference
 
 pytest.importorskip("triton")
 
-from kernels import msar_ahead, msar_read
+from kernels import msar_ahead, msar_read, msar_steps
 
 
 def ahead_case(n_sources, n_reads, T, D=40, B=1, sizes=(1, 3, 5), dtype=torch.float32, mean=False) -> Comparison:
@@ -73,6 +73,16 @@ def test_reads_scored_ahead_match_reference(options):
         "gate": gate,
         "position": (torch.arange(T, device=DEVICE) % 5).expand(B, T) if packed else None,
     }
+    case.check(reads(False, **arguments), reads(True, **arguments))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_segments_of_time_join_where_taps_reach_across(packed, monkeypatch):
+    monkeypatch.setattr(msar_steps, "SEGMENT", 4)
+    monkeypatch.setattr(msar_steps, "PRODUCT_SEGMENT", 4)
+    case = ahead_case(2, 2, 11, D=8, sizes=(1, 3, 6))
+    position = (torch.arange(11, device=DEVICE) % 7)[None] if packed else None
+    arguments = {"n_sources": 2, "n_reads": 2, "sizes": (1, 3, 6), "position": position}
     case.check(reads(False, **arguments), reads(True, **arguments))
 
 
