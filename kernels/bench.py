@@ -8,8 +8,7 @@ source, output and gradient once, at the copy bandwidth measured first:
 
 The FMA floor is the arithmetic a read cannot avoid in fp32 units when every source is expanded for it: 28 multiply-adds
 per element and source forward for kernel sizes (1, 4, 8, 12), and 104 more backward. Rows are appended as they are
-measured; a run that is started again measures what is missing. `--table` measures a fixed list, the most wanted rows
-first, within a time (see `bench_table`).
+measured; a run that is started again measures what is missing.
 """
 
 import argparse
@@ -338,10 +337,6 @@ def parser() -> argparse.ArgumentParser:
         "--peers", action="store_true", help="also torch.compile, eager and the packages importable here"
     )
     parsed.add_argument("--implementation", nargs="*", help="only these, by the names that a row prints")
-    parsed.add_argument("--table", action="store_true", help="the rows of docs/kernels.md, most wanted first")
-    parsed.add_argument(
-        "--seconds", type=float, default=230, help="with --table: start no row after this (default 230)"
-    )
     parsed.add_argument(
         "--output", type=Path, default=Path("results/kernels"), help="folder of bench.csv and bench.svg"
     )
@@ -355,10 +350,6 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     args.output.mkdir(parents=True, exist_ok=True)
     path = args.output / "bench.csv"
-    if args.table:
-        from kernels import bench_table
-
-        return bench_table.run(args.output, args.seconds)
     keys = FIELDS[:5]
     done = {tuple(row[key] for key in keys) for row in read_rows(path) if row["pass"] == "forward_backward"}
     bandwidth = copy_bandwidth()

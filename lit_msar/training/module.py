@@ -161,7 +161,7 @@ class LanguageModel(L.LightningModule):
         return self.decoder(batch["tokens"], batch["targets"], batch.get("position"))
 
     def training_step(self, batch: Batch, batch_index: int) -> Tensor:
-        """Sum of losses over a constant; the optimizer step divides by the true count (see `on_before_optimizer_step`)."""
+        """Sum of losses over a constant; `on_before_optimizer_step` divides by the true count."""
         if isinstance(strategy := self._strategy(), FullyShard):
             strategy.begin_micro_step(self.decoder, is_last=not self.trainer.fit_loop._should_accumulate())
         _, losses, router = self(batch)

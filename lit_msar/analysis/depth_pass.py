@@ -1,4 +1,4 @@
-"""A whole pass through depth for `kernels.bench`: every read and write of 28 layers, sublayers that return their input.
+"""A whole pass through depth, timed beside single reads: every read and write of 28 layers of identities.
 
 Work done once for several reads (scores, retrievals of a block, writes) is in it, so it compares schedules fairly. Time
 and floors are those of the whole pass: all 57 reads, a write's three elements a token and channel not counted.
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from kernels import bench
+from lit_msar import residual
+from lit_msar.initialization import initialize
 
 N_LAYERS, BLOCK_SIZE = 28, 8
 OPS = {
@@ -24,9 +26,6 @@ class DepthPass:
     """One strategy with its parameters on `device`, and the pass as a function of the embedding."""
 
     def __init__(self, op: str, implementation: str, d_model: int, n_layers: int, device: str) -> None:
-        from lit_msar import residual
-        from lit_msar.initialization import initialize
-
         name, options = OPS[op]
         cls = getattr(residual, name)
         self.strategy = cls(block_size=BLOCK_SIZE, kernels=KERNELS[implementation], **options)

@@ -1,4 +1,4 @@
-"""The table of docs/kernels.md in one command and a bounded time: `python -m kernels.bench --table`.
+"""The table of docs/kernels.md in one command and a bounded time: `python -m lit_msar.analysis.kernel_table`.
 
 Rows are measured one after the other, the most wanted first, each within a time limit; what is in bench.csv already is
 not measured again. They run in a child process, which is started anew, without the row it was at, when that row hangs
@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 import torch
 
-from kernels import bench, bench_depth
+from kernels import bench
+from lit_msar.analysis import depth_pass
 
 TOKENS = 8192
 WARM_SECONDS = 90
@@ -42,7 +43,7 @@ def rows(packages: tuple[str, ...] = ()) -> list[Row]:
     """What is measured, in this order; `packages` are the importable AttnRes peers."""
     ours = [Row(op, "triton", 9, D) for D in (2112, 2560) for op in bench.OPS]
     # the head's read of 28 layers in blocks of 8 sees 8 sources
-    depth = [Row(op, "triton", 8, D) for D in (2112, 2560) for op in bench_depth.OPS]
+    depth = [Row(op, "triton", 8, D) for D in (2112, 2560) for op in depth_pass.OPS]
     peers = [Row("attnres", name, n, 2112) for n in (9, 6, 3) for name in (*packages, "torch.compile")]
     compiled = [Row(op, "torch.compile", n, 2112) for op in ("msar", "msar_reader") for n in (9, 6, 3)]
     fewer = [Row(op, "triton", n, 2112) for op in ("attnres", "msar", "msar_reader") for n in (6, 3)]
@@ -51,8 +52,8 @@ def rows(packages: tuple[str, ...] = ()) -> list[Row]:
 
 
 def measure(row: Row, bandwidth: float) -> Iterator[dict]:
-    if row.op in bench_depth.OPS:
-        return bench_depth.measure(row.op, row.implementation, row.d_model, TOKENS, bandwidth)
+    if row.op in depth_pass.OPS:
+        return depth_pass.measure(row.op, row.implementation, row.d_model, TOKENS, bandwidth)
     run = bench.implementations(row.op, row.implementation != "triton")[row.implementation]
     return bench.measure(row.op, row.n_sources, row.d_model, TOKENS, row.implementation, run, bandwidth)
 
@@ -107,8 +108,8 @@ def child(output: Path, deadline: float, skipped: set[str]) -> int:
 
 def warm(row: Row) -> int:
     """Run a row's calls once, so that its kernels are in the compilers' caches."""
-    if row.op in bench_depth.OPS:
-        depth = bench_depth.DepthPass(row.op, row.implementation, row.d_model, bench_depth.N_LAYERS, "cuda")
+    if row.op in depth_pass.OPS:
+        depth = depth_pass.DepthPass(row.op, row.implementation, row.d_model, depth_pass.N_LAYERS, "cuda")
         x = torch.randn(1, TOKENS, row.d_model, device="cuda").bfloat16().requires_grad_()
         torch.autograd.grad(depth(x).sum(), [x])
         return 0
@@ -128,7 +129,7 @@ def warm_all(todo: list[Row]) -> None:
     while (waiting or running) and time.time() < end:
         while waiting and len(running) < N_PROCESSES:
             row = waiting.pop(0)
-            command = [sys.executable, "-m", "kernels.bench_table", "--warm", json.dumps(row)]
+            command = [sys.executable, "-m", "lit_msar.analysis.kernel_table", "--warm", json.dumps(row)]
             running.append((row, subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)))
         for row, process in list(running):
             if process.poll() is not None:
@@ -142,7 +143,15 @@ def warm_all(todo: list[Row]) -> None:
 
 def run_child(output: Path, deadline: float, skipped: set[str]) -> tuple[int, str | None]:
     """One child until it ends or has been silent for too long; its exit code and the row it was at."""
-    command = [sys.executable, "-m", "kernels.bench_table", "--child", str(output), "--deadline", str(deadline)]
+    command = [
+        sys.executable,
+        "-m",
+        "lit_msar.analysis.kernel_table",
+        "--child",
+        str(output),
+        "--deadline",
+        str(deadline),
+    ]
     process = subprocess.Popen([*command, "--skip", *skipped], stdout=subprocess.PIPE, text=True)
     timer, at = None, None
 
@@ -178,15 +187,25 @@ def run(output: Path, seconds: float) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m kernels.bench_table")
-    parser.add_argument("--warm", help="a row as JSON")
-    parser.add_argument("--child", type=Path, help="folder of bench.csv")
-    parser.add_argument("--deadline", type=float, default=0.0)
-    parser.add_argument("--skip", nargs="*", default=[])
+    parser = argparse.ArgumentParser(
+        prog="python -m lit_msar.analysis.kernel_table", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("--output", type=Path, default=Path("results/kernels/table"), help="folder of bench.csv")
+    parser.add_argument("--seconds", type=float, default=230, help="start no row after this (default 230)")
+    parser.add_argument("--warm", help="compile the kernels of one row, given as JSON, and end (for its own use)")
+    parser.add_argument("--child", type=Path, help="measure into this folder (for its own use)")
+    parser.add_argument("--deadline", type=float, default=0.0, help="of --child, seconds since the epoch")
+    parser.add_argument("--skip", nargs="*", default=[], help="rows that --child leaves out")
     args = parser.parse_args(arguments)
     if args.warm:
         return warm(Row(*json.loads(args.warm)))
-    return child(args.child, args.deadline, set(args.skip))
+    if args.child:
+        return child(args.child, args.deadline, set(args.skip))
+    if not torch.cuda.is_available():
+        print("error: the table is measured on a GPU, and there is none", file=sys.stderr)
+        return 2
+    args.output.mkdir(parents=True, exist_ok=True)
+    return run(args.output, args.seconds)
 
 
 if __name__ == "__main__":
