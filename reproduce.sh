@@ -6,7 +6,7 @@
 #
 #   --no-venv                use the active Python environment as it is instead of .venv
 #
-# smoke: RUNS=DIR (default runs/smoke) holds the results; STEPS=N (default 250) optimizer steps per strategy.
+# smoke: RUNS=DIR (default runs/smoke) holds the results; STEPS=N (default 200) optimizer steps per strategy.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
@@ -62,7 +62,7 @@ run() {
 
 smoke() {
     set_up ""
-    local runs=${RUNS:-runs/smoke} data=runs/data/python steps=${STEPS:-250} name
+    local runs=${RUNS:-runs/smoke} data=runs/data/python steps=${STEPS:-200} name
     if [[ ! -f $data/manifest.json ]]; then
         run "$python" -m lit_msar prepare --source python --output "$data"
     fi
