@@ -23,13 +23,11 @@ from torch.autograd.function import once_differentiable
 
 from kernels import depth_softmax
 from kernels.gradients import Buffers
+from kernels.msar_mix import Mixer, mix, mix_backward
 from kernels.msar_steps import (
-    Mixer,
     Scores,
     Sources,
     Spec,
-    mix,
-    mix_backward,
     retrieve,
     retrieve_block,
     score,

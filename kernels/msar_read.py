@@ -15,12 +15,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kernels.gradients import Buffers
+from kernels.msar_mix import mix, mix_backward
 from kernels.msar_steps import (
     Scores,
     Sources,
     Spec,
-    mix,
-    mix_backward,
     retrieve,
     score,
     softmax_over_sources,
