@@ -6,19 +6,17 @@ encloses is the residual's: reads, writes, and in the backward their gradients. 
 nothing waits for the host.
 """
 
-import csv
 import itertools
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
@@ -35,11 +33,10 @@ from lit_msar.model import Decoder, DecoderConfig
 from lit_msar.model.loss import Losses
 from lit_msar.residual import Residual, Site, State
 from lit_msar.residual.registry import parse_strategies
+from lit_msar.training.bench_rows import PARTS, BenchRow, bench_table, growth_table, write_csv
 from lit_msar.training.module import LanguageModel
 from lit_msar.training.optim import OptimizerConfig, adamw
 from lit_msar.training.result import commit, device_name
-
-PARTS = ("attention", "mlp", "embedding", "loss", "residual", "optimizer")
 
 
 class Clock:
@@ -151,19 +148,6 @@ def time_parts(decoder: Decoder, clock: Clock) -> None:
 
 
 @dataclass
-class BenchRow:
-    """Medians over the timed steps of one strategy; seconds, GiB."""
-
-    strategy: str
-    step: float
-    parts: dict[str, float]
-    tokens_per_second: float
-    mfu: float | None
-    peak_gib: float | None
-    loss: float
-
-
-@dataclass
 class Contestant:
     """A strategy with its own optimizer, to be swapped into the shared backbone."""
 
@@ -177,7 +161,8 @@ class Bench:
     """One backbone, several strategies, whole training steps on random tokens.
 
     Args:
-        module: shape, dtype, checkpointing and compile choice of the run.
+        config: shape.
+        module: checkpointing, compile choice, optimizer and seed of the run.
         strategies: not built yet, by name.
         batch_size, seq_len: tokens of a step.
         device: where it runs.
@@ -185,19 +170,20 @@ class Bench:
 
     def __init__(
         self,
+        config: DecoderConfig,
         module: LanguageModel,
         strategies: dict[str, Residual],
         batch_size: int,
         seq_len: int,
         device: torch.device,
     ) -> None:
-        self.config, self.device = module.config, device
-        self.seq_len, self.tokens = seq_len, batch_size * seq_len
+        self.config, self.device = config, device
+        self.batch_size, self.seq_len = batch_size, seq_len
         self.clock = Clock(device)
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         first = next(iter(strategies.values()))
         with torch.device("meta"):
-            self.decoder = Decoder(module.config, first, dtype, module.checkpointing)
+            self.decoder = Decoder(config, first, dtype, module.checkpointing)
         self.decoder.to_empty(device=device).initialize(module.seed)
         if module.compiles:
             self.decoder.compile_parts()
@@ -206,7 +192,7 @@ class Bench:
         self.backbone_optimizer = adamw(backbone, set(), options)  # shared: its states exist once, as in a run
         self.contestants = [self._contestant(name, s, s is first, options) for name, s in strategies.items()]
         time_parts(self.decoder, self.clock)
-        vocab = module.config.vocab_size
+        vocab = config.vocab_size
         generator = torch.Generator().manual_seed(0)
         stream = torch.randint(vocab, (batch_size, seq_len + 1), generator=generator).to(device)
         self.inputs, self.targets = stream[:, :-1].contiguous(), stream[:, 1:].contiguous()
@@ -242,14 +228,17 @@ class Bench:
         return self.clock.read(), loss.item()
 
     def run(
-        self, warmup: int, steps: int, rounds: int, progress: Callable[[str], None] = lambda _: None
+        self, warmup: int, steps: int, rounds: int, report: Callable[[int, list[BenchRow]], None] = lambda *_: None
     ) -> list[BenchRow]:
-        """Interleaved: in every round each strategy takes `steps` timed steps, after `warmup` in the first."""
+        """Interleaved: in every round each strategy takes `steps` timed steps, after `warmup` in the first.
+
+        Args:
+            report: told after each round how many are done, and the rows so far.
+        """
         times: dict[str, list[dict[str, float]]] = defaultdict(list)
         losses, peaks = {}, {}
         for round_index in range(rounds):
             for contestant in self.contestants:
-                progress(f"round {round_index + 1}/{rounds}: {contestant.name}")
                 for _ in range(warmup if round_index == 0 else 1):
                     self.step(contestant)
                 if self.device.type == "cuda":
@@ -259,15 +248,19 @@ class Bench:
                     times[contestant.name].append(parts)
                 if self.device.type == "cuda":
                     peaks[contestant.name] = torch.cuda.max_memory_allocated() / 2**30
-        return [self._row(c, times[c.name], peaks.get(c.name), losses[c.name]) for c in self.contestants]
+            rows = [self._row(c, times[c.name], peaks.get(c.name), losses[c.name]) for c in self.contestants]
+            report(round_index + 1, rows)
+        return rows
 
     def _row(self, contestant: Contestant, times: list[dict[str, float]], peak: float | None, loss: float) -> BenchRow:
         step = statistics.median(sum(parts.values()) for parts in times)
         parts = {name: statistics.median(t.get(name, 0.0) for t in times) for name in PARTS}
-        flops = training_flops_per_token(self.config, contestant.residual, self.seq_len) * self.tokens
+        flops = training_flops_per_token(self.config, contestant.residual, self.seq_len)
+        flops *= self.batch_size * self.seq_len
         device_peak = peak_flops(self.device)
         mfu = flops / step / device_peak if device_peak else None
-        return BenchRow(contestant.name, step, parts, self.tokens / step, mfu, peak, loss)
+        shape = (self.config.n_layers, self.batch_size, self.seq_len)
+        return BenchRow(contestant.name, *shape, step, parts, mfu, peak, loss)
 
     def trace(self, contestant: Contestant, path: Path) -> None:
         """One step through the torch profiler, as a Chrome trace."""
@@ -280,51 +273,6 @@ class Bench:
         profile.export_chrome_trace(str(path))
 
 
-def bench_table(rows: list[BenchRow]) -> Table:
-    """Milliseconds per step by part; the last columns compare with the first row."""
-    table = Table(title="Training step, median milliseconds")
-    table.add_column("strategy")
-    for heading in ("step", *PARTS, "tokens/s", "MFU", "peak GiB", f"step over {rows[0].strategy}", "peak over"):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        peak = "-" if row.peak_gib is None else f"{row.peak_gib:.2f}"
-        peak_ratio = "-" if row.peak_gib is None else f"{row.peak_gib / rows[0].peak_gib:.3f}"
-        table.add_row(
-            row.strategy,
-            f"{1e3 * row.step:.1f}",
-            *(f"{1e3 * row.parts[name]:.1f}" if name in row.parts else "-" for name in PARTS),
-            f"{row.tokens_per_second:,.0f}",
-            "-" if row.mfu is None else f"{100 * row.mfu:.1f} %",
-            peak,
-            f"{row.step / rows[0].step:.3f}",
-            peak_ratio,
-        )
-    return table
-
-
-def write_csv(rows: list[BenchRow], path: Path, about: dict[str, object]) -> None:
-    """One line per strategy: what was measured, then `about` (device, versions, shape)."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(
-            [
-                "strategy",
-                "step_seconds",
-                *(f"{p}_seconds" for p in PARTS),
-                "tokens_per_second",
-                "mfu",
-                "peak_gib",
-                *about,
-            ]
-        )
-        for row in rows:
-            parts = [row.parts.get(name) for name in PARTS]
-            writer.writerow(
-                [row.strategy, row.step, *parts, row.tokens_per_second, row.mfu, row.peak_gib, *about.values()]
-            )
-
-
 def bench(
     module: LanguageModel,
     batch_size: int,
@@ -333,6 +281,8 @@ def bench(
     steps: int = 10,
     warmup: int = 5,
     rounds: int = 3,
+    lengths: list[int] | None = None,
+    depths: list[int] | None = None,
     output: str | None = None,
     trace: bool = False,
     peer: bool = False,
@@ -345,37 +295,67 @@ def bench(
         steps: timed steps of a strategy in a round.
         warmup: steps before the first timed one.
         rounds: times that every strategy has its turn.
-        output: directory for bench.csv, roofline.png and traces; null for none.
+        lengths: measure at each of these seq_len in turn, and print how the residual grows (tokens).
+        depths: the same for numbers of layers.
+        output: directory for bench.csv (written after every round), roofline.png and traces; null for none.
         trace: write a Chrome trace of one step of each strategy to `output`.
         peer: time transformers' Glm4Moe of the same shape in pure bf16 afterwards.
     """
-    for name, value, least in (("steps", steps, 1), ("warmup", warmup, 0), ("rounds", rounds, 1)):
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
+    _check(steps, warmup, rounds, lengths, depths, trace or peer)
     if trace and output is None:
         raise ValueError("trace needs --output DIR to write to")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    strategies = default_strategies() if residual is None else parse_strategies(residual)
-    run = Bench(module, strategies, batch_size, seq_len, device)
     console = Console(width=180)
-    with console.status("") as status:
-        rows = run.run(warmup, steps, rounds, status.update)
-    tokens = torch.cat([run.inputs, run.targets[:, -1:]], dim=1)
-    if trace:
-        for contestant in run.contestants:
-            run.trace(contestant, Path(output) / f"trace-{contestant.name}.json.gz")
-    del run  # the peer needs the memory
-    if peer:
-        rows.append(_peer_row(module.config, tokens, warmup, steps * rounds))
-    console.print(bench_table(rows))
+    about = {"device": device_name(device), "torch": torch.__version__, "commit": commit()}
+    about |= {"model": module.spec.decoder}
+    rows: list[BenchRow] = []
+
+    def report(round_index: int, latest: list[BenchRow]) -> None:
+        times = ", ".join(f"{row.strategy} {1e3 * row.step:.1f} ms" for row in latest)
+        shape = f"{latest[0].n_layers} layers, {latest[0].seq_len} tokens"
+        print(f"{shape}, round {round_index}/{rounds}: {times}", flush=True)
+        if output is not None:
+            write_csv(rows + latest, Path(output) / "bench.csv", about)
+
+    for n_layers in depths or [module.config.n_layers]:
+        for length in lengths or [seq_len]:
+            strategies = default_strategies() if residual is None else parse_strategies(residual)
+            torch.compiler.reset()  # else a second length would be compiled for any length, and be slower
+            run = Bench(replace(module.config, n_layers=n_layers), module, strategies, batch_size, length, device)
+            latest = run.run(warmup, steps, rounds, report)
+            if trace:
+                for contestant in run.contestants:
+                    run.trace(contestant, Path(output) / f"trace-{contestant.name}.json.gz")
+            tokens = torch.cat([run.inputs, run.targets[:, -1:]], dim=1)
+            del run  # the next needs the memory
+            if peer:
+                latest.append(_peer_row(module.config, tokens, warmup, steps * rounds))
+            rows += latest
+            console.print(bench_table(latest))
+    if lengths or depths:
+        console.print(growth_table(rows, "seq_len" if lengths else "n_layers"))
     if output is not None:
-        about = {"device": device_name(device), "torch": torch.__version__, "commit": commit()}
-        about |= {"batch_size": batch_size, "seq_len": seq_len, "model": module.spec.decoder}
         write_csv(rows, Path(output) / "bench.csv", about)
-        work = {name: step_work(module.config, s, batch_size, seq_len) for name, s in strategies.items()}
-        figure = roofline_figure({row.strategy: row.parts for row in rows}, work, measure_roofs(device))
-        figure.savefig(Path(output) / "roofline.png", dpi=120)
+        if not (lengths or depths):
+            work = {name: step_work(module.config, s, batch_size, seq_len) for name, s in strategies.items()}
+            figure = roofline_figure({row.strategy: row.parts for row in rows}, work, measure_roofs(device))
+            figure.savefig(Path(output) / "roofline.png", dpi=120)
     return rows
+
+
+def _check(
+    steps: int, warmup: int, rounds: int, lengths: list[int] | None, depths: list[int] | None, one_shape_only: bool
+) -> None:
+    for name, value, least in (("steps", steps, 1), ("warmup", warmup, 0), ("rounds", rounds, 1)):
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+    for name, values in (("lengths", lengths), ("depths", depths)):
+        if values is not None and (not values or min(values) < 1 or len(set(values)) < len(values)):
+            raise ValueError(f"{name} must be different numbers of at least 1, got {values}")
+        if values and one_shape_only:
+            raise ValueError(f"{name} measures several shapes, trace and peer are for one: leave either out")
+    if lengths and depths:
+        raise ValueError("lengths and depths are two tables: ask for one at a time")
 
 
 def _peer_row(config: DecoderConfig, tokens: Tensor, warmup: int, steps: int) -> BenchRow:
@@ -386,4 +366,4 @@ def _peer_row(config: DecoderConfig, tokens: Tensor, warmup: int, steps: int) ->
     device_peak = peak_flops(tokens.device)
     flops = FLOPS_PER_MULTIPLY_ADD * multiply_adds_per_token(config, T) * B * T
     mfu = flops / seconds / device_peak if device_peak else None
-    return BenchRow("transformers Glm4Moe, bf16", seconds, {}, B * T / seconds, mfu, peak, float("nan"))
+    return BenchRow("transformers Glm4Moe, bf16", config.n_layers, B, T, seconds, {}, mfu, peak, float("nan"))

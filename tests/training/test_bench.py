@@ -12,7 +12,8 @@ from lit_msar.training.bench import PARTS, Bench, bench
 
 
 def bench_of(strategies="Vanilla, MSAR(block_size=2)", **options):
-    return Bench(module_of(**options), parse_strategies(strategies), 2, 16, torch.device("cpu"))
+    module = module_of(**options)
+    return Bench(module.config, module, parse_strategies(strategies), 2, 16, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
@@ -73,7 +74,29 @@ def test_peer_gets_a_row_of_its_own(tmp_path):
     assert row["attention_seconds"] == ""
 
 
-@pytest.mark.parametrize("options", [{"steps": 0}, {"rounds": 0}, {"warmup": -1}, {"trace": True}], ids=str)
+def test_growth_measures_every_shape_and_prints_one_table(tmp_path, capsys):
+    options = {"steps": 1, "warmup": 0, "rounds": 1, "output": str(tmp_path)}
+    rows = bench(module_of(), 1, 8, "Vanilla, AttnRes", lengths=[8, 16], **options)
+    assert [(row.strategy, row.seq_len) for row in rows] == [(s, T) for T in (8, 16) for s in ("Vanilla", "AttnRes")]
+    assert all(row.tokens_per_second == pytest.approx(row.seq_len / row.step) for row in rows)
+    assert "By seq_len" in capsys.readouterr().out
+    rows = bench(module_of(), 1, 8, "Vanilla, AttnRes", depths=[1, 2], **options)
+    assert [row.n_layers for row in rows] == [1, 1, 2, 2]
+    assert [row["n_layers"] for row in csv.DictReader((tmp_path / "bench.csv").open())] == ["1", "1", "2", "2"]
+
+
+def test_rows_are_on_disk_after_every_round(tmp_path, monkeypatch):
+    written = []
+    monkeypatch.setattr(bench_module, "write_csv", lambda rows, path, about: written.append(len(rows)))
+    bench(module_of(), 1, 8, "Vanilla, AttnRes", steps=1, warmup=0, rounds=3, output=str(tmp_path))
+    assert written == [2, 2, 2, 2]
+
+
+WRONG = [{"steps": 0}, {"rounds": 0}, {"warmup": -1}, {"trace": True}, {"lengths": []}, {"depths": [2, 2]}]
+WRONG += [{"lengths": [8], "peer": True}, {"lengths": [8], "depths": [1]}]
+
+
+@pytest.mark.parametrize("options", WRONG, ids=str)
 def test_wrong_options_are_refused_by_name(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         bench(module_of(), 1, 8, **options)
