@@ -158,7 +158,7 @@ class Decoder(nn.Module):
         """Routers of the MoE layers, in order of depth."""
         return [self.layers[i].mlp.router for i in self.config.moe_layers]
 
-    def update_balance(self, load: Tensor, rate: float) -> None:
+    def update_balance(self, load: Tensor, rate: float | Tensor) -> None:
         """Move every router's balance bias against its load [n_moe_layers, E]."""
         for router, layer_load in zip(self.routers(), load, strict=True):
             router.update_balance(layer_load, rate)

@@ -64,10 +64,13 @@ class Router(Initialized):
         return (frequency * share.mean(1)).sum(-1).mean()
 
     @torch.no_grad()
-    def update_balance(self, load: Tensor, rate: float) -> None:
-        """Move the bias of each expert by `rate` towards even load [E]; its mean stays 0 (arXiv 2408.15664, Alg. 1)."""
-        self.balance_bias += rate * torch.sign(load.mean() - load)
-        self.balance_bias -= self.balance_bias.mean()
+    def update_balance(self, load: Tensor, rate: float | Tensor) -> None:
+        """Move the bias of each expert by `rate` towards even load [E]; its mean stays 0 (arXiv 2408.15664, Alg. 1).
+
+        A rate of 0 leaves it bit for bit.
+        """
+        step = rate * torch.sign(load.mean() - load)
+        self.balance_bias += step - step.mean()
 
 
 class _PermuteRows(torch.autograd.Function):

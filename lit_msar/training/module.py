@@ -8,7 +8,6 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from lit_msar.errors import StopTraining
 from lit_msar.inference.load import PREFIX, SPEC_KEY, load_weights, open_weights
 from lit_msar.model import Decoder, DecoderConfig
 from lit_msar.model.decoder import Checkpointing, DecoderOutput
@@ -16,17 +15,14 @@ from lit_msar.model.loss import IGNORED
 from lit_msar.model.moe import RouterStats
 from lit_msar.model.spec import ModelSpec, explain_difference
 from lit_msar.residual import Residual
+from lit_msar.training.guard import FiniteGuard
 from lit_msar.training.metrics import SetLoss, loss_report
-from lit_msar.training.optim import OptimizerConfig, adamw, wsd_factor
-from lit_msar.training.parallel import average_spread_experts, gradient_norm, group_by_mesh, local_gradients
+from lit_msar.training.optim import OptimizerConfig, adamw, prepare_step, wsd_factor
+from lit_msar.training.parallel import average_spread_experts, gradient_norm, group_by_mesh
 from lit_msar.training.strategy import FullyShard
 
 Batch = dict[str, Tensor]
 """`tokens` [B, T], `targets` [B, T] (-100 where masked), `set_id` [B], and `position` [B, T] for packed documents."""
-
-
-class NonFiniteError(StopTraining):
-    """Loss or gradient is not finite; raised on every rank before the weights change."""
 
 
 @dataclass
@@ -62,6 +58,9 @@ class LanguageModel(L.LightningModule):
         compile: torch.compile the attention and MLP sublayers.
         aux_loss_coef: weight of the sequence-wise balance loss; 0 leaves balancing to the router bias.
         balance_rate: step of the router's balance bias per optimizer step; 0 switches it off.
+        check_finite: when the host looks whether loss and gradient are finite: `every_step` waits for the device;
+            `lagged` looks two steps later, and before anything is logged or saved; either way no weight changes from
+            the first bad step on, and the run ends. `auto` is lagged on a GPU that keeps its optimizer states.
         seed: of the initial weights.
         init_from: checkpoint or consolidated weights to start from instead, at step 0 and with a fresh optimizer.
     """
@@ -76,6 +75,7 @@ class LanguageModel(L.LightningModule):
         compile: bool = False,
         aux_loss_coef: float = 0.0,
         balance_rate: float = 1e-3,
+        check_finite: Literal["auto", "every_step", "lagged"] = "auto",
         seed: int = 0,
         init_from: str | None = None,
     ) -> None:
@@ -87,14 +87,18 @@ class LanguageModel(L.LightningModule):
         self.optimizer_config = optimizer
         self.compute_dtype, self.checkpointing, self.compiles = compute_dtype, checkpointing, compile
         self.aux_loss_coef, self.balance_rate, self.seed = aux_loss_coef, balance_rate, seed
-        self.init_from = init_from
+        self.check_finite, self.init_from = check_finite, init_from
         self._residual = (residual,)  # in a tuple: not a submodule until the decoder owns it
         self.decoder: Decoder | None = None
-        self.tokens_seen = 0
+        self.guard: FiniteGuard | None = None
+        self._tokens_seen: int | Tensor = 0
+        self._grad_norm: Tensor | None = None
+        self._mean_factor: Tensor | None = None
         self.window: StepWindow | None = None
         self.last_window: StepWindow | None = None
-        self.grad_norm: float | None = None
         self.used_lr: float | None = None
+        self.evaluated: dict[str, float] = {}
+        """Losses of the latest evaluation, on the host."""
 
     # ------------------------------------------------------------------------------------------ building
 
@@ -132,6 +136,16 @@ class LanguageModel(L.LightningModule):
     def _target_device(self) -> torch.device:
         strategy = self._strategy()
         return torch.device("cpu") if strategy is None else strategy.root_device
+
+    @property
+    def tokens_seen(self) -> int:
+        """Unmasked targets of all steps so far, over all ranks; waits for the device."""
+        return int(self._tokens_seen)
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Norm of the latest step's gradient before clipping; waits for the device."""
+        return None if self._grad_norm is None else self._grad_norm.item()
 
     def _activation_dtype(self) -> torch.dtype:
         if self.compute_dtype == "auto":
@@ -177,18 +191,18 @@ class LanguageModel(L.LightningModule):
         # Lightning divides by accumulate_grad_batches; undo it, so that a shorter last window is no special case
         return loss * (self.trainer.accumulate_grad_batches / self.window.numel)
 
+    def on_train_start(self) -> None:
+        stepped_on = self.trainer.optimizers[0].param_groups[0]["params"][0].device
+        is_lagged = stepped_on.type == "cuda" if self.check_finite == "auto" else self.check_finite == "lagged"
+        self.guard = FiniteGuard(self._target_device(), is_lagged)
+
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make the gradient the mean over all tokens of all micro-steps and ranks."""
+        """Find the factor that makes the gradient the mean over all tokens of all micro-steps and ranks."""
         window = self.window
         window.tokens, window.nats = self._sum_over_ranks(window.tokens), self._sum_over_ranks(window.nats)
         # backward gave (rank mean of) sum of losses / numel; wanted: sum over ranks / tokens of all ranks
-        scale = window.numel * self.trainer.world_size / window.tokens.clamp(min=1)
+        self._mean_factor = window.numel * self.trainer.world_size / window.tokens.clamp(min=1)
         average_spread_experts(self.decoder.parameters())
-        self._scale_gradients(scale)
-
-    def _scale_gradients(self, factor: Tensor) -> None:
-        gradients = local_gradients(self.decoder.parameters())
-        torch._foreach_mul_(gradients, factor.to(gradients[0].device))
 
     def configure_gradient_clipping(
         self,
@@ -196,22 +210,19 @@ class LanguageModel(L.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip by the global norm, and stop before the weights change if the norm or the loss is not finite."""
+        """Clip by the global norm, and let no weight change if the norm or the loss is not finite.
+
+        The gradient is scaled by the optimizer as it reads it: two passes over all gradients less.
+        """
         if gradient_clip_algorithm not in (None, "norm"):
             raise ValueError(f"trainer.gradient_clip_algorithm must be norm, got {gradient_clip_algorithm}")
-        norm = gradient_norm(self.decoder.parameters(), self._target_device())
+        factor = self._mean_factor
+        norm = self._grad_norm = factor * gradient_norm(self.decoder.parameters(), self._target_device())
         if gradient_clip_val:
-            self._scale_gradients((gradient_clip_val / (norm + 1e-6)).clamp(max=1.0))
-        self.grad_norm = norm.item()
-        self._stop_unless_finite(self.window.nats.item() / max(self.window.tokens.item(), 1), self.grad_norm)
-
-    def _stop_unless_finite(self, loss: float, grad_norm: float) -> None:
-        if torch.isfinite(torch.tensor([loss, grad_norm])).all():
-            return
-        raise NonFiniteError(
-            f"step {self.trainer.global_step + 1} (samples {self.trainer.datamodule.describe_next_step()}): "
-            f"loss {loss}, gradient norm {grad_norm}; stopped before the weights changed"
-        )
+            factor = factor * (gradient_clip_val / (norm + 1e-6)).clamp(max=1.0)
+        loss = self.window.nats / self.window.tokens.clamp(min=1)
+        self.guard.judge(loss, norm, self.trainer.global_step + 1, self.trainer.datamodule.describe_next_step())
+        prepare_step(optimizer, factor, self.guard.stopped)
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer, optimizer_closure: Callable | None = None
@@ -219,12 +230,26 @@ class LanguageModel(L.LightningModule):
         self.used_lr = optimizer.param_groups[0]["lr"]
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         window = self.window
-        self.tokens_seen += int(window.tokens)
+        self._tokens_seen = self._tokens_seen + window.tokens
         if window.router is not None:
             window.router = RouterStats(*(self._sum_over_ranks(value) for value in window.router))
             if self.balance_rate:
-                self.decoder.update_balance(window.router.load, self.balance_rate)
+                rate = self.balance_rate * (1 - self.guard.stopped)
+                self.decoder.update_balance(window.router.load, rate)
         self.last_window, self.window = window, None
+        step = self.trainer.global_step + 1
+        if step % self.trainer.log_every_n_steps == 0 or step == self.trainer.max_steps:
+            self.guard.settle()  # before this step's callbacks log it
+
+    def on_validation_start(self) -> None:
+        self._settle()
+
+    def on_train_end(self) -> None:
+        self._settle()
+
+    def _settle(self) -> None:
+        if self.guard is not None:
+            self.guard.settle()
 
     def _sum_over_ranks(self, value: Tensor) -> Tensor:
         return self.trainer.strategy.reduce(value, reduce_op="sum") if self.trainer.world_size > 1 else value
@@ -247,6 +272,7 @@ class LanguageModel(L.LightningModule):
         data = self.trainer.datamodule
         report = loss_report(*self.val_loss.compute(), data.set_names, data.bytes_per_token("val"), prefix)
         self.val_loss.reset()
+        self.evaluated = report
         self.log_dict(report, rank_zero_only=True)
 
     def predict_step(self, batch: Batch, batch_index: int) -> dict[str, Tensor]:
@@ -260,6 +286,7 @@ class LanguageModel(L.LightningModule):
     # ------------------------------------------------------------------------------------------ checkpoints
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._settle()  # nothing is written of a run that has met a step that is not finite
         checkpoint[SPEC_KEY] = {"spec": asdict(self.spec), "tokens_seen": self.tokens_seen}
 
     def no_decay_names(self) -> set[str]:
@@ -269,7 +296,7 @@ class LanguageModel(L.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse another model's weights; the optimizer's options are the config's, not the checkpoint's."""
         self.refuse_other_model(checkpoint)
-        self.tokens_seen = checkpoint[SPEC_KEY]["tokens_seen"]
+        self._tokens_seen = checkpoint[SPEC_KEY]["tokens_seen"]
         if self.trainer.training:
             self._prefer_own_options(checkpoint)
 

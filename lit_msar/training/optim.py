@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 @dataclass
@@ -60,6 +60,21 @@ def adamw(model: nn.Module, no_decay: set[str], config: OptimizerConfig) -> torc
         {"params": [p for name, p in trained if name in no_decay], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW([group for group in groups if group["params"]], fused=True, **config.group_options())
+
+
+def prepare_step(optimizer: torch.optim.AdamW, factor: Tensor, stopped: Tensor) -> None:
+    """Make the next step take the gradients times `factor`, or change nothing at all.
+
+    Both travel the way of a gradient scaler's values: the fused kernel multiplies as it reads, writes the scaled
+    gradients back, and where `stopped` is 1 leaves weights, moments and step counts alone; the host need not know.
+
+    Args:
+        factor: [], finite and positive unless `stopped` is 1.
+        stopped: [], 0 or 1.
+    """
+    device = optimizer.param_groups[0]["params"][0].device  # the host's where states are offloaded
+    optimizer.grad_scale = factor.reciprocal().to(device, torch.float32)
+    optimizer.found_inf = stopped.to(device, torch.float32)
 
 
 def wsd_factor(config: OptimizerConfig, max_steps: int) -> Callable[[int], float]:

@@ -4,6 +4,7 @@ Units: the embedding, every layer, and norm + head compute in the compute dtype;
 depth parameters alone, in fp32. All parameters, gradients, reductions and optimizer states are fp32.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -163,11 +164,6 @@ def reshard(model: nn.Module) -> None:
 # ------------------------------------------------------------------------------------------ gradients and optimizer
 
 
-def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """What this rank holds of every gradient that there is; scaling these scales the gradient."""
-    return [local_part(p.grad) for p in parameters if p.grad is not None]
-
-
 @torch.no_grad()
 def average_spread_experts(parameters: Iterable[nn.Parameter]) -> None:
     """Make the gradients of spread experts means over all ranks, as FSDP2 makes all others; once per optimizer step.
@@ -183,12 +179,14 @@ def average_spread_experts(parameters: Iterable[nn.Parameter]) -> None:
 def gradient_norm(parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:
     """L2 norm of the gradient over all parameters, meshes and ranks: [] fp32 on `device`, the same on all ranks."""
     grads = [p.grad for p in parameters if p.grad is not None]
-    held = [(local_part(grad), _n_copies(grad)) for grad in grads]
-    held = [(part, copies) for part, copies in held if part.numel()]
+    parts: dict[int, list[Tensor]] = defaultdict(list)  # by how many ranks hold the same
+    for grad in grads:
+        if (part := local_part(grad)).numel():
+            parts[_n_copies(grad)].append(part)
     squares = torch.zeros((), dtype=torch.float64, device=device)
-    if held:
-        norms = torch.stack(torch._foreach_norm([part for part, _ in held])).to(device, torch.float64)
-        squares = (norms.square() / torch.tensor([copies for _, copies in held], device=device)).sum()
+    for copies, held in parts.items():
+        norms = torch.stack(torch._foreach_norm(held)).to(device, torch.float64)
+        squares += norms.square().sum() / copies
     if any(isinstance(grad, DTensor) for grad in grads):
         dist.all_reduce(squares)
     return squares.sqrt().float()

@@ -145,8 +145,9 @@ def _training_note(trainer: L.Trainer) -> str:
     parts = []
     if "train/loss" in latest:
         parts.append(f"loss {latest['train/loss']:.3f}")
-    if "val/loss" in trainer.callback_metrics:
-        parts.append(f"val {trainer.callback_metrics['val/loss']:.3f}")
+    # not trainer.callback_metrics: they lie on the device, and this is asked in every step
+    if "val/loss" in (evaluated := trainer.lightning_module.evaluated):
+        parts.append(f"val {evaluated['val/loss']:.3f}")
     if "speed/tokens_per_second" in latest:
         parts.append(f"{latest['speed/tokens_per_second']:,.0f} tokens/s")
     return "  ".join(parts)

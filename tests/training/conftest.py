@@ -6,9 +6,11 @@ from pathlib import Path
 
 import lightning as L
 import pytest
+import torch
 from conftest import small_config
 
 from data.prepare import prepare
+from lit_msar.initialization import local_part
 from lit_msar.model import DecoderConfig
 from lit_msar.residual import MSAR, Residual
 from lit_msar.training.datamodule import TokenData
@@ -47,10 +49,10 @@ def data_of(prepared: Path, **options) -> TokenData:
 def trainer_of(root: Path, max_steps: int, callbacks: list[L.Callback] | None = None, **options) -> L.Trainer:
     """A quiet CPU trainer that validates and logs nothing by itself."""
     quiet = {"logger": False, "enable_checkpointing": False, "limit_val_batches": 0, "enable_progress_bar": False}
+    quiet["accelerator"] = "cpu"
     return L.Trainer(
         max_steps=max_steps,
         max_epochs=-1,
-        accelerator="cpu",
         default_root_dir=root,
         callbacks=callbacks or [],
         enable_model_summary=False,
@@ -58,3 +60,15 @@ def trainer_of(root: Path, max_steps: int, callbacks: list[L.Callback] | None = 
         gradient_clip_val=options.pop("gradient_clip_val", 1.0),
         **(quiet | options),
     )
+
+
+class Poison(L.Callback):
+    """Makes one weight NaN before a step, counted from 0."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.global_step == self.step:
+            with torch.no_grad():
+                local_part(module.decoder.head.norm.weight)[:1] = float("nan")

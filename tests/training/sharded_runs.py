@@ -38,6 +38,7 @@ TWO_RANKS = {
     "offloaded": ("msar", {}, {"offload_states": True}),
     "aux_loss": ("msar", {"aux_loss_coef": 0.1}, {"expert_parallel": 2}),
     "accumulated": ("msar", {}, {}),
+    "lagged": ("msar", {"check_finite": "lagged"}, {}),
     "idle_experts": ("msar", {"balance_rate": 0.0}, {"expert_parallel": 2}),
 }
 FOUR_RANKS = {
@@ -50,7 +51,7 @@ ACCUMULATED = {"accumulated": 2, "hybrid_accumulated": 2}
 """Micro-steps of an optimizer step, where not 1."""
 
 SHORT = {"kept_gathered", "prefetch_two", "recomputed", "offloaded", "aux_loss", "sharded_and_expert_parallel"}
-SHORT |= {*ACCUMULATED, "idle_experts"}
+SHORT |= {*ACCUMULATED, "idle_experts", "lagged"}
 """What the first steps show."""
 
 TOKENS = torch.arange(40).view(2, 20)

@@ -5,11 +5,11 @@ import lightning as L
 import pytest
 import torch
 from conftest import small_config
-from training.conftest import data_of, module_of, trainer_of
+from training.conftest import Poison, data_of, module_of, trainer_of
 
 from lit_msar.residual import AttnRes, Vanilla
 from lit_msar.training.checkpoint import Checkpoint
-from lit_msar.training.module import NonFiniteError
+from lit_msar.training.guard import NonFiniteError
 from lit_msar.training.optim import OptimizerConfig
 
 
@@ -97,17 +97,6 @@ def test_one_batch_is_learned_by_heart(tmp_path, prepared):
     )
     assert recorder.losses[0] > 5
     assert recorder.losses[-1] < 0.1
-
-
-class Poison(L.Callback):
-    """Makes one weight NaN before a step."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        if trainer.global_step == self.step:
-            module.decoder.head.norm.weight.data[0] = float("nan")
 
 
 def test_non_finite_loss_stops_before_the_weights_change(tmp_path, prepared):

@@ -1,9 +1,11 @@
+import copy
+
 import pytest
 import torch
 from conftest import small_decoder
 
 from lit_msar.residual import MSAR
-from lit_msar.training.optim import OptimizerConfig, adamw, wsd_factor
+from lit_msar.training.optim import OptimizerConfig, adamw, prepare_step, wsd_factor
 
 
 def test_schedule_warms_up_stays_and_decays_exponentially():
@@ -55,3 +57,30 @@ def test_tiny_eps_survives_a_step_without_gradient():
     weight.grad = torch.zeros(3)
     optimizer.step()
     assert weight.isfinite().all()
+
+
+def stepped(factor, stopped, before=1):
+    """Weights, moments, step counts and gradients after `before` plain steps and one prepared one."""
+    torch.manual_seed(0)
+    weight = torch.nn.Linear(8, 4, bias=False)
+    optimizer = adamw(weight, set(), OptimizerConfig())
+    for i in range(before + 1):
+        weight.weight.grad = torch.ones(4, 8) * (i + 1)
+        plain = copy.deepcopy((weight.weight.detach(), optimizer.state_dict()["state"]))
+        prepare_step(optimizer, *(torch.tensor(v) for v in ((factor, stopped) if i == before else (1.0, 0.0))))
+        optimizer.step()
+    return plain, (weight.weight.detach(), optimizer.state_dict()["state"]), weight.weight.grad
+
+
+@pytest.mark.parametrize("factor", [0.5, float("nan"), 0.0])
+def test_stopped_step_changes_nothing(factor):
+    before, after, _ = stepped(factor, 1.0)
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+def test_prepared_step_takes_the_scaled_gradient():
+    _, (weight, state), grad = stepped(0.25, 0.0)
+    torch.testing.assert_close(grad, torch.full((4, 8), 0.5))
+    torch.testing.assert_close(state[0]["exp_avg"], torch.full((4, 8), 0.1 * (0.9 * 1.0 + 0.5)))
+    assert state[0]["step"] == 2
+    assert not torch.equal(weight, stepped(0.25, 1.0)[1][0])
