@@ -103,7 +103,8 @@ def parameters(setup: Setup) -> Parameters:
 def state_bytes(setup: Setup) -> tuple[float, float]:
     """Of the depth state, per token: what must stay until the backward, and what one site's state holds at most.
 
-    Without recomputation every tensor that the state ever held stays; with `full`, those between segments.
+    Without recomputation every tensor that the state ever held stays; with `full`, those between segments. A state that
+    is itself what the sublayer reads, as Vanilla's, counts among what the sublayer keeps.
     """
     residual, config = setup.residual, setup.config
     options = json.dumps(residual.options, sort_keys=True)
@@ -119,13 +120,16 @@ def _state_bytes(
         strategy = kind(**json.loads(options))
         strategy.build(d_model, n_layers)
         state = strategy.begin(torch.empty(1, n_tokens, d_model, dtype=torch.bfloat16))
-        kept, largest = {id(t): t for t in state}, 0
+        kept, reads, largest = {id(t): t for t in state}, [], 0
         for site in sites(n_layers)[:-1]:
-            _, state = strategy.read(state, site)
+            x, state = strategy.read(state, site)
+            reads.append(x)
             state = strategy.write(state, site, torch.empty(1, n_tokens, d_model, dtype=torch.bfloat16))
             if not between_segments or (site.index + 1) % (2 * strategy.segment_layers) == 0:
                 kept |= {id(t): t for t in state}
             largest = max(largest, sum(t.nbytes for t in state))
+    if not between_segments:
+        kept = {key: t for key, t in kept.items() if all(t is not x for x in reads)}
     return sum(t.nbytes for t in kept.values()) / n_tokens, largest / n_tokens
 
 
@@ -145,25 +149,21 @@ def mlp_bytes(config: DecoderConfig, layer: int) -> float:
     return 2 * (2 * D + k * (2 * D + 4 * F) + 4 * config.n_shared_experts * F) + router
 
 
-def activation_bytes(setup: Setup) -> dict[str, float]:
-    """Of a micro-step on one GPU, by what keeps it."""
-    config, n_tokens = setup.config, setup.tokens
-    state, largest = state_bytes(setup)
-    attention = attention_bytes(config)
-    mlps = [mlp_bytes(config, layer) for layer in range(config.n_layers)]
-    kept = {
-        "none": config.n_layers * attention + sum(mlps),
-        "selective": config.n_layers * (attention + 4 * config.d_model + 8 * config.top_k),
-        "full": 0.0,
-    }[setup.checkpointing]
-    recomputed = {"none": 0.0, "selective": max(mlps), "full": attention + max(mlps)}[setup.checkpointing]
-    # a layer in its backward: gradients of the state's tensors, and of what its widest sublayer saved
-    working = recomputed + largest + 0.6 * max(mlps)
-    return {
-        "depth state": n_tokens * state,
-        "sublayers, kept": n_tokens * kept,
-        "sublayers, one layer's backward": n_tokens * working,
-    }
+def kept_bytes(setup: Setup, layer: int) -> float:
+    """What the sublayers of a layer keep until its backward, per token."""
+    config = setup.config
+    if setup.checkpointing == "full":
+        return 0.0
+    if setup.checkpointing == "selective":
+        return attention_bytes(config) + 4 * config.d_model + 8 * config.top_k
+    return attention_bytes(config) + mlp_bytes(config, layer)
+
+
+def working_bytes(setup: Setup, layer: int) -> float:
+    """A layer in its backward, per token: what is computed again, and gradients of what its widest sublayer saved."""
+    of_mlp = mlp_bytes(setup.config, layer)
+    again = {"none": 0.0, "selective": of_mlp, "full": attention_bytes(setup.config) + of_mlp}[setup.checkpointing]
+    return again + state_bytes(setup)[1] + 0.6 * of_mlp
 
 
 def head_bytes(setup: Setup) -> float:
@@ -177,29 +177,50 @@ def head_bytes(setup: Setup) -> float:
 
 
 def memory(setup: Setup) -> dict[str, float]:
-    """Bytes on one GPU at the peak, by what holds them."""
-    count, share = parameters(setup), parameters(setup).total / setup.n_shards
-    states = {"parameters (fp32)": 4 * share, "gradients (fp32)": 4 * share, "AdamW's moments (fp32)": 8 * share}
-    if setup.offload_states:
-        states = dict.fromkeys(states, 0.0)
+    """Bytes on one GPU at the peak, by what holds them.
+
+    The peak is the loss, when all activations are kept, or the backward of some layer: on the way down activations go
+    and gradients come, unless earlier micro-steps left them.
+    """
+    return max(_moments(setup), key=lambda moment: sum(moment.values()))
+
+
+def _moments(setup: Setup) -> Iterator[dict[str, float]]:
+    count, config, n_layers = parameters(setup), setup.config, setup.config.n_layers
+    share = count.total / setup.n_shards
     if setup.sharded:
-        n_live = (
-            setup.config.n_layers if not setup.reshard_after_forward else min(2 + setup.prefetch, setup.config.n_layers)
-        )
-        gathered = 2 * (n_live * count.layer + count.table) + 4 * count.residual
+        n_live = n_layers if not setup.reshard_after_forward else min(2 + setup.prefetch, n_layers)
         # gradients of one layer in bf16, and two layers' copies in fp32 on their way through the reduction
-        reduced = 2 * count.layer + 2 * 4 * count.layer
+        reduced, own = 2 * count.layer + 2 * 4 * count.layer, 4 * count.residual
     else:
-        n_live = 1 if setup.checkpointing == "full" else setup.config.n_layers
-        gathered, reduced = 2 * (n_live * count.layer + count.table), 2 * count.layer
-    activations = activation_bytes(setup)
-    backward = activations.pop("sublayers, one layer's backward")
-    return {
-        **states,
-        "gathered weights (bf16)": gathered,
-        **activations,
-        "head, or one layer's backward with its reduction": max(head_bytes(setup), backward + reduced),
-    }
+        n_live = 1 if setup.checkpointing == "full" else n_layers
+        reduced, own = 2 * count.layer, 0
+    state = state_bytes(setup)[0]
+    kept = [kept_bytes(setup, layer) for layer in range(n_layers)]
+
+    def moment(done: float, n_gathered: int, n_kept: int, working: float) -> dict[str, float]:
+        gradients = 1.0 if setup.accumulate > 1 else done
+        parts = {
+            "parameters (fp32)": 4 * share,
+            "AdamW's moments (fp32)": 8 * share,
+            "gradients (fp32)": 4 * share * gradients,
+        }
+        if setup.offload_states:
+            parts = dict.fromkeys(parts, 0.0)
+        return parts | {
+            "gathered weights (bf16)": 2 * (n_gathered * count.layer + count.table) + own,
+            "depth state": setup.tokens * state * n_kept / n_layers,
+            "sublayers, kept": setup.tokens * sum(kept[:n_kept]),
+            "head, or one layer's backward with its reduction": working,
+        }
+
+    n_gathered = n_live if not (setup.sharded and setup.reshard_after_forward) else 1
+    yield moment(0.0, n_gathered, n_layers, head_bytes(setup))
+    for layer in reversed(range(n_layers)):
+        working = setup.tokens * working_bytes(setup, layer) + reduced
+        # the tables' gradients are the first and the last
+        done = (count.table + (n_layers - layer) * (count.total - 2 * count.table) / n_layers) / count.total
+        yield moment(done if layer else 1.0, n_live, layer + 1, working)
 
 
 def total_gib(setup: Setup) -> float:

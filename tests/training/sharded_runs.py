@@ -87,9 +87,10 @@ class Record(L.Callback):
         # now: after a forward, units that stay gathered show their gathered parameters
         self.parameters = dict(module.decoder.named_parameters())
         self.start = {name: whole(value).clone() for name, value in module.decoder.state_dict().items()}
+        trainer.optimizers[0].register_step_post_hook(self._after_step)
 
-    def on_before_zero_grad(self, trainer, module, optimizer):
-        if not self.gradients and module.grad_norm is not None:
+    def _after_step(self, *_):
+        if not self.gradients:
             grads = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
             self.gradients = {name: whole(grad).clone() for name, grad in grads.items()}
 

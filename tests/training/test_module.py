@@ -78,6 +78,18 @@ def test_fully_masked_window_changes_nothing_but_decay(tmp_path, prepared):
         assert torch.equal(recorder.weights[0][name], p), name
 
 
+def test_gradients_are_gone_before_the_next_forward(tmp_path, prepared):
+    held = []
+
+    class Look(L.Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            held.append(sum(p.grad is not None for p in module.decoder.parameters()))
+
+    trainer_of(tmp_path, 2, [Look()], accumulate_grad_batches=2).fit(module_of(), data_of(prepared))
+    assert held[0] == held[2] == 0
+    assert held[1] == held[3] > 0
+
+
 def test_two_runs_with_one_seed_are_bitwise_equal(tmp_path, prepared):
     a, b = (fit(tmp_path, prepared)[0] for _ in range(2))
     assert a.losses == b.losses
@@ -109,11 +121,20 @@ def test_non_finite_loss_stops_before_the_weights_change(tmp_path, prepared):
 
 
 def test_clipping_bounds_the_update_and_reports_the_unclipped_norm(tmp_path, prepared):
+    norms = []
+
+    class Norm(L.Callback):
+        def on_train_start(self, trainer, module):
+            trainer.optimizers[0].register_step_post_hook(lambda *_: norms.append(norm_of(module)))
+
+    def norm_of(module):
+        return torch.nn.utils.get_total_norm([p.grad for p in module.decoder.parameters() if p.grad is not None]).item()
+
     _, free, _ = fit(tmp_path, prepared, max_steps=1, gradient_clip_val=None)
-    _, clipped, _ = fit(tmp_path, prepared, max_steps=1, gradient_clip_val=1e-3)
+    clipped = module_of()
+    trainer_of(tmp_path, 1, [Norm()], gradient_clip_val=1e-3).fit(clipped, data_of(prepared))
     assert free.grad_norm == pytest.approx(clipped.grad_norm, rel=1e-6)
-    grads = [p.grad for p in clipped.decoder.parameters() if p.grad is not None]
-    assert torch.nn.utils.get_total_norm(grads).item() == pytest.approx(1e-3, rel=1e-3)
+    assert norms == [pytest.approx(1e-3, rel=1e-3)]
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
