@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from lit_msar.model.backends import Choice
+
 
 @dataclass
 class DecoderConfig:
@@ -28,6 +30,9 @@ class DecoderConfig:
         aux_loss: whether MoE layers compute the sequence-wise balance loss.
         moe: `grouped_mm`, `loop` (the reference, one matrix product per expert), or `auto` (loop only where grouped_mm
             has no kernel: fp32 on a GPU, float64).
+        attention: its kernel: `auto` (on a GPU cuDNN's or FlashAttention, whichever is faster there; on a CPU PyTorch's
+            choice), or `cudnn`, `flash`, `efficient`, `math` alone. Packed documents go to FlashAttention by their
+            boundaries under `auto` and `flash`; under the others, on a CPU and in fp32 a dense mask keeps them apart.
     """
 
     d_model: int = 256
@@ -48,6 +53,7 @@ class DecoderConfig:
     init_std: float = 0.02
     aux_loss: bool = False
     moe: Literal["auto", "grouped_mm", "loop"] = "auto"
+    attention: Choice = "auto"
 
     def __post_init__(self) -> None:
         for name in ("d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff", "vocab_size"):

@@ -115,6 +115,7 @@ class Decoder(nn.Module):
         targets: Tensor | None = None,
         position: Tensor | None = None,
         residual: Residual | None = None,
+        boundaries: Tensor | None = None,
     ) -> DecoderOutput:
         """Logits, or losses where targets are given.
 
@@ -123,9 +124,11 @@ class Decoder(nn.Module):
             targets: [B, T] ids to predict, -100 where masked.
             position: [B, T] place of each token in its document; keeps packed documents apart.
             residual: stands in for the model's own strategy, to observe it.
+            boundaries: [n + 1] int32, the same documents by where they begin and end in the B T tokens laid end to end,
+                padded with B T; with them attention needs no dense mask where a kernel takes them.
         """
         residual = self.residual if residual is None else residual
-        sequence = sequence_of(tokens, position, self.config)
+        sequence = sequence_of(tokens, position, self.config, boundaries, self.compute_dtype)
         state = residual.begin(self.embedding(tokens, self.compute_dtype), position)
         stats: list[RouterStats] = []
         for segment in self.segments(residual):

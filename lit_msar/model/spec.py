@@ -36,7 +36,7 @@ class ModelSpec:
 
 
 # Options that change how a model runs, not what it computes.
-_FREE_OPTIONS = {"moe", "kernels", "aux_loss", "schedule"}
+_FREE_OPTIONS = {"moe", "attention", "kernels", "aux_loss", "schedule"}
 
 
 def explain_difference(saved: ModelSpec, wanted: ModelSpec) -> str:

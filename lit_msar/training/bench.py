@@ -30,6 +30,7 @@ from lit_msar.analysis.peak import peak_flops
 from lit_msar.analysis.roofline import measure_roofs, roofline_figure, step_work
 from lit_msar.initialization import initialize
 from lit_msar.model import Decoder, DecoderConfig
+from lit_msar.model.attention import usable_backend
 from lit_msar.model.loss import Losses
 from lit_msar.residual import Residual, Site, State
 from lit_msar.residual.registry import parse_strategies
@@ -309,6 +310,8 @@ def bench(
     console = Console(width=180)
     about = {"device": device_name(device), "torch": torch.__version__, "commit": commit()}
     about |= {"model": module.spec.decoder}
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    print(f"attention: {usable_backend(module.config, dtype, device)}", flush=True)
     rows: list[BenchRow] = []
 
     def report(round_index: int, latest: list[BenchRow]) -> None:

@@ -6,10 +6,12 @@ from typing import Any, Literal
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from lit_msar.inference.load import PREFIX, SPEC_KEY, load_weights, open_weights
 from lit_msar.model import Decoder, DecoderConfig
+from lit_msar.model.attention import usable_backend
 from lit_msar.model.decoder import Checkpointing, DecoderOutput
 from lit_msar.model.loss import IGNORED
 from lit_msar.model.moe import RouterStats
@@ -22,7 +24,8 @@ from lit_msar.training.parallel import average_spread_experts, gradient_norm, gr
 from lit_msar.training.strategy import FullyShard
 
 Batch = dict[str, Tensor]
-"""`tokens` [B, T], `targets` [B, T] (-100 where masked), `set_id` [B], and `position` [B, T] for packed documents."""
+"""`tokens` [B, T], `targets` [B, T] (-100 where masked), `set_id` [B]; for packed documents `position` [B, T] and
+`boundaries` [n + 1]."""
 
 
 @dataclass
@@ -111,6 +114,9 @@ class LanguageModel(L.LightningModule):
         """Build on the meta device, then fill on the device of the run. Called by the Trainer for every command."""
         if self.decoder is not None:
             return
+        backend = usable_backend(self.config, self._activation_dtype(), self._target_device())
+        if self._target_device().type == "cuda":
+            rank_zero_info(f"attention: {backend}")
         with torch.device("meta"):
             decoder = Decoder(self.config, self.residual, self._activation_dtype(), self.checkpointing)
         if isinstance(strategy := self._strategy(), FullyShard):
@@ -172,7 +178,8 @@ class LanguageModel(L.LightningModule):
     # ------------------------------------------------------------------------------------------ one step
 
     def forward(self, batch: Batch) -> DecoderOutput:
-        return self.decoder(batch["tokens"], batch["targets"], batch.get("position"))
+        packed = {"position": batch.get("position"), "boundaries": batch.get("boundaries")}
+        return self.decoder(batch["tokens"], batch["targets"], **packed)
 
     def training_step(self, batch: Batch, batch_index: int) -> Tensor:
         """Sum of losses over a constant; `on_before_optimizer_step` divides by the true count."""
@@ -229,8 +236,6 @@ class LanguageModel(L.LightningModule):
     ) -> None:
         self.used_lr = optimizer.param_groups[0]["lr"]
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
-        # Lightning would free the gradients after the next forward: 4 bytes per parameter beside all activations
-        optimizer.zero_grad()
         window = self.window
         self._tokens_seen = self._tokens_seen + window.tokens
         if window.router is not None:
