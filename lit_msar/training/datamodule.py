@@ -29,8 +29,8 @@ class TokenData(pl.LightningDataModule):
     """Batches of tokens from a directory that `prepare` made.
 
     A batch is a dict of CPU tensors: `tokens` and `targets` [B, T] int64 (targets are -100 where masked), `set_id` [B]
-        int64 (index into
-    `set_names`), and with `reset_at_document` also `position` [B, T] int64, each token's position in its document.
+    int64 (index into `set_names`), and with `reset_at_document` also `position` [B, T] int64, each token's position in
+    its document, and `boundaries` [n + 1] int32, where documents begin and end in the B T tokens laid end to end.
 
     Args:
         path: prepared directory, or an fsspec URL of one (s3://, gs://, https://, ...), which is copied into

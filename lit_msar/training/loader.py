@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from data.order import Lookahead, permute
-from data.split import TokenSplit
+from data.split import IGNORE, TokenSplit
 
 if TYPE_CHECKING:
     from lit_msar.training.datamodule import TokenData
@@ -25,6 +25,7 @@ Batch = dict[str, Tensor]
 Item = TypeVar("Item")
 Picks = tuple[np.ndarray, np.ndarray]  # set (or -1 for a masked row) and sample of each row of a batch
 VAL_KEY = 0  # of the validation order, whatever the seed: any first batches are a fair sample of all sets
+FEWEST_DOCUMENTS = 16  # that the boundaries of a batch have room for
 AHEAD = 4  # batches loaded ahead by each thread
 
 
@@ -121,8 +122,40 @@ class Reader:
     def __call__(self, picks: Picks) -> Batch:
         sets, samples = picks
         arrays = self._split.batch(sets, samples, self._with_position) | {"set_id": self._set_ids[np.maximum(sets, 0)]}
+        if self._with_position:
+            arrays["position"] = count_padding(arrays["position"], arrays["targets"])
+            arrays["boundaries"] = document_boundaries(arrays["position"])
         batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
         return {name: tensor.pin_memory() for name, tensor in batch.items()} if self._pin else batch
+
+
+def count_padding(position: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """`position` [B, T] with the padding at a row's end counted up: one more document, not one for each of its tokens.
+
+    Args:
+        targets: [B, T], -100 where masked, as all padding is.
+    """
+    is_padding = (targets == IGNORE) & (position == 0)
+    at_end = np.logical_and.accumulate(is_padding[:, ::-1], axis=1)[:, ::-1]
+    return position + np.where(at_end, at_end.cumsum(1) - 1, 0)
+
+
+def document_boundaries(position: np.ndarray) -> np.ndarray:
+    """Where documents begin and end in a batch whose rows are laid end to end.
+
+    Args:
+        position: [B, T], 0 where a document begins; a row begins one too.
+    Returns:
+        [n + 1] int32, ascending from 0 to B T, repeated at the end until n is a power of two: so few lengths occur that
+        little is allocated or compiled anew.
+    """
+    begins = position == 0
+    begins[:, 0] = True
+    starts = np.flatnonzero(begins)
+    n = max(FEWEST_DOCUMENTS, 1 << (len(starts) - 1).bit_length())
+    boundaries = np.full(n + 1, position.size, dtype=np.int32)
+    boundaries[: len(starts)] = starts
+    return boundaries
 
 
 def in_order(load: Callable[[Item], Batch], items: Iterable[Item], threads: int) -> Iterator[Batch]:
