@@ -236,6 +236,8 @@ class LanguageModel(L.LightningModule):
     ) -> None:
         self.used_lr = optimizer.param_groups[0]["lr"]
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        # Lightning would free the gradients after the next forward: 4 bytes per parameter beside all activations
+        optimizer.zero_grad()
         window = self.window
         self._tokens_seen = self._tokens_seen + window.tokens
         if window.router is not None:
