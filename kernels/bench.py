@@ -1,42 +1,35 @@
 """Times the depth-attention kernels against their floors: `python -m kernels.bench [--op msar] [--peers]`.
 
-A row is one operation, implementation and shape, forward or forward and backward. Time is the median of CUDA-graph
-replays with a cold L2 (of plain launches where an implementation cannot be captured). The byte floor counts every
-source, output and gradient once, at the copy bandwidth measured first:
+The byte floor counts every source, output and gradient once, at the copy bandwidth measured first:
 
     forward (N + 1) D        backward (2 N + 1) D        elements a token, per read
 
 The FMA floor is the arithmetic a read cannot avoid in fp32 units when every source is expanded for it: 28 multiply-adds
-per element and source forward for kernel sizes (1, 4, 8, 12), and 104 more backward. Rows are appended as they are
-measured; a run that is started again measures what is missing.
+per element and source forward for kernel sizes (1, 4, 8, 12), and 104 more backward. Rows (`kernels.bench_rows`) are
+appended as they are measured; a run that is started again measures what is missing.
 """
 
 import argparse
-import csv
-import datetime
+import importlib
 import importlib.util
 import itertools
-import statistics
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-import triton
 from torch import Tensor
 
-from kernels import attnres_read, compiled, msar_ahead, msar_block, msar_read, reference
+from kernels import attnres_read, bench_rows, compiled, msar_ahead, msar_block, msar_read, reference
 from kernels.bench_figure import write_figure
+from kernels.bench_rows import Row, Subject
 
 KERNEL_SIZES = (1, 4, 8, 12)
 READS = 8  # of a block
 EPS = 1e-5
 FP32_PEAK = 67e12  # multiply-adds count two; H200 SXM
 FORWARD_FMA, BACKWARD_FMA = 28, 104
-FIELDS = (
-    "op implementation n_sources d_model tokens pass ms byte_floor_ms ratio fma_floor_ms extra_mib error timing device "
-    "torch triton date"
-).split()
+CHECKED_TOKENS = 64
 OPS = ("attnres", "msar", "msar_reader", "msar_ahead", "msar_block")
 OF_A_BLOCK = ("msar_ahead", "msar_block")  # a row of these is the mean of READS reads
 SOURCES = {"all": (3, 6, 9, 17, 57), "peers": (3, 6, 9)}
@@ -46,15 +39,15 @@ WIDTHS = {"all": (2048, 2080, 2112, 2560), "peers": (2048, 2112, 2560)}
 class Inputs:
     """Random inputs of one shape; sources in bf16, parameters in fp32, all with gradients."""
 
-    def __init__(self, op: str, n_sources: int, d_model: int, tokens: int, dtype: torch.dtype = torch.bfloat16) -> None:
-        generator = torch.Generator("cuda").manual_seed(0)
+    def __init__(self, op: str, n_sources: int, d_model: int, tokens: int, device: str = "cuda") -> None:
+        generator = torch.Generator(device).manual_seed(0)
 
         def normal(*shape: int, scale: float = 1.0) -> Tensor:
-            return (scale * torch.randn(*shape, device="cuda", generator=generator)).requires_grad_()
+            return (scale * torch.randn(*shape, device=device, generator=generator)).requires_grad_()
 
         m, K, D = len(KERNEL_SIZES), reference.n_taps(KERNEL_SIZES), d_model
-        self.sources = [normal(1, tokens, D).detach().to(dtype).requires_grad_() for _ in range(n_sources)]
-        self.dh = torch.randn(1, tokens, D, device="cuda", generator=generator).to(dtype)
+        self.sources = [normal(1, tokens, D).detach().bfloat16().requires_grad_() for _ in range(n_sources)]
+        self.dh = torch.randn(1, tokens, D, device=device, generator=generator).bfloat16()
         n_groups = 0 if op == "attnres" else 1 if op == "msar_reader" else n_sources
         n_groups += READS - 1 if op in OF_A_BLOCK else 0  # each read of a block sees another partial sum
         self.taps = [normal(K, D, scale=0.3) for _ in range(n_groups)]
@@ -70,16 +63,14 @@ class Inputs:
             return [*self.sources, self.query, self.gain]
         return [*self.sources, *self.taps, *itertools.chain.from_iterable(self.reads)]
 
-    def cast(self, dtype: torch.dtype | None, tokens: int) -> "Inputs":
-        """The same inputs in another precision (None: their own), cut to the first tokens."""
+    def exact(self, tokens: int) -> "Inputs":
+        """The first tokens in float64."""
         other = object.__new__(Inputs)
 
-        def to(x: Tensor, cut: bool = False) -> Tensor:
-            value = x.detach()[:, :tokens] if cut else x.detach()
-            return value.to(dtype or x.dtype).clone().requires_grad_()
+        def to(x: Tensor) -> Tensor:
+            return x.detach().double().requires_grad_()
 
-        other.sources = [to(x, cut=True) for x in self.sources]
-        other.dh = self.dh[:, :tokens].to(dtype or self.dh.dtype)
+        other.sources, other.dh = [to(x[:, :tokens]) for x in self.sources], self.dh[:, :tokens].double()
         other.taps = [to(x) for x in self.taps]
         other.reads = [tuple(to(x) for x in read) for read in self.reads]
         other.query, other.gain, other.stack = to(self.query), to(self.gain), None
@@ -131,23 +122,39 @@ def run_triton(op: str, x: Inputs) -> list[Tensor]:
     return out
 
 
-def peers() -> dict[str, Callable[[Inputs, Tensor], Tensor]]:
-    """AttnRes reads of other packages that are importable here, as functions of the inputs and the stacked sources."""
-    found: dict[str, Callable] = {}
-    if liger := imported("liger_kernel.ops.attn_res"):
-        found["liger-kernel"] = lambda x, v: liger.LigerAttnResFunction.apply(v, x.query, x.gain, EPS)
-    if fla := imported("fla.ops.attnres"):
-        found["fla-core"] = lambda x, v: fla.fused_attnres(x.query, x.sources, x.gain, rms_eps=EPS)
-    if fast := imported("attnres"):
-        found["fast-attnres"] = lambda x, v: fast.attnres(v, (x.query * x.gain).to(v.dtype), eps=EPS)
-    return found
+def liger(x: Inputs) -> Tensor:
+    ops = importlib.import_module("liger_kernel.ops.attn_res")
+    return ops.LigerAttnResFunction.apply(stacked(x), x.query, x.gain, EPS)
 
 
-def imported(name: str):
-    """The module of another package, or None where it is not installed."""
-    if importlib.util.find_spec(name.partition(".")[0]) is None:
-        return None
-    return importlib.import_module(name)
+def fla(x: Inputs) -> Tensor:
+    return importlib.import_module("fla.ops.attnres").fused_attnres(x.query, x.sources, x.gain, rms_eps=EPS)
+
+
+def fast_attnres(x: Inputs) -> Tensor:
+    """It takes the query in bf16, rounded here within the timed part as a model would have to."""
+    values = stacked(x)
+    return importlib.import_module("attnres").attnres(values, (x.query * x.gain).to(values.dtype), eps=EPS)
+
+
+def flash_attn_res(x: Inputs) -> Tensor:
+    """Its first phase, which reads completed blocks for several queries, with one query."""
+    phase = importlib.import_module("flash_attn_res.ops.phase_1")
+    return phase.phase_1_batched_attention_triton_op(stacked(x), (x.query * x.gain)[None], EPS)[0][0]
+
+
+# name of the package -> what tells that it is installed, its AttnRes read
+PEERS: dict[str, tuple[str, Callable[[Inputs], Tensor]]] = {
+    "liger-kernel": ("liger_kernel", liger),
+    "fla-core": ("fla", fla),
+    "fast-attnres": ("attnres", fast_attnres),
+    "flash-attn-res": ("flash_attn_res", flash_attn_res),
+}
+
+
+def peers() -> dict[str, Callable[[Inputs], Tensor]]:
+    """AttnRes reads of other packages that are installed here; one that cannot be imported fails when it is called."""
+    return {name: read for name, (module, read) in PEERS.items() if importlib.util.find_spec(module)}
 
 
 def implementations(
@@ -159,7 +166,7 @@ def implementations(
         found["eager"] = lambda x: run_op(op, reference, x)
         if op == "attnres":
             for name, read in peers().items():
-                found[name] = lambda x, read=read: [read(x, stacked(x))]
+                found[name] = lambda x, read=read: [read(x)]
     return {name: run for name, run in found.items() if not only or name in only}
 
 
@@ -170,77 +177,46 @@ def stacked(x: Inputs) -> Tensor:
     return x.stack
 
 
-# ------------------------------------------------------------------------------------------------------- timing
-
-
-def copy_bandwidth() -> float:
-    """Bytes read and written per second by a large copy on this device."""
-    x = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    y = torch.empty_like(x)
-    return 2 * x.numel() / (median_ms(lambda: y.copy_(x)) * 1e-3)
-
-
-def median_ms(call: Callable[[], object], repeats: int = 20) -> float:
-    """Median time of CUDA events around a call, with a cold L2."""
-    cold = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-    times = []
-    for _ in range(repeats + 3):
-        cold.zero_()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times[3:])
-
-
-def captured(call: Callable[[], object]) -> tuple[Callable[[], object], str]:
-    """The call as a CUDA graph, so that launches cost nothing; the call itself where it cannot be captured."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            call()
-    except RuntimeError:
-        torch.cuda.synchronize()
-        return call, "events"
-    return graph.replay, "graph"
+# ---------------------------------------------------------------------------------------------------- measuring
 
 
 def calls(op: str, run: Callable[[Inputs], list[Tensor]], x: Inputs) -> dict[str, Callable[[], object]]:
-    def forward():
+    def forward() -> list[Tensor]:
         with torch.no_grad():
             return run(x)
 
-    def forward_backward():
-        out = run(x)
-        leaves = [*x.leaves(op), *([] if x.stack is None else [x.stack])]
-        return torch.autograd.grad(out, leaves, [x.dh] * len(out), allow_unused=True)
+    def forward_backward() -> tuple[Tensor | None, ...]:
+        return gradients(op, run(x), x, x.dh)
 
     return {"forward": forward, "forward_backward": forward_backward}
 
 
-def error(op: str, run: Callable[[Inputs], list[Tensor]], x: Inputs, tokens: int = 64) -> float:
-    """||h - oracle|| / ||oracle|| of the first tokens against the reference in float64."""
-    oracle = run_op(op, reference, x.cast(torch.float64, tokens))[-1]
-    out = run(x.cast(None, tokens))[-1]
-    return float(((out.double() - oracle).norm() / oracle.norm()).detach())
+def gradients(op: str, out: list[Tensor], x: Inputs, dh: Tensor) -> tuple[Tensor | None, ...]:
+    """Of every leaf, and of the stacked sources where an implementation took those."""
+    leaves = [*x.leaves(op), *([] if x.stack is None else [x.stack])]
+    return torch.autograd.grad(out, leaves, [dh] * len(out), allow_unused=True)
 
 
-def extra_mib(run: Callable[[Inputs], list[Tensor]], x: Inputs) -> float:
-    """Memory that a forward pass keeps for the backward pass, its outputs included."""
-    run(x)
-    before = torch.cuda.memory_allocated()
-    out = run(x)
-    after = torch.cuda.memory_allocated()
-    del out
-    return (after - before) / 2**20
+def errors(op: str, run: Callable[[Inputs], list[Tensor]], x: Inputs) -> tuple[float, float]:
+    """Worst relative error of the outputs and of the gradients of the first tokens, against the reference in float64.
+
+    Run at the shape that is timed; later tokens have no gradient, and the first see none of them. A gradient that an
+    implementation does not give (of a source where it took them stacked) does not count, nor do those of a few scalars,
+    where sums of both signs over a whole read leave little to compare.
+    """
+    exact, dh = x.exact(CHECKED_TOKENS), x.dh.clone()
+    dh[:, CHECKED_TOKENS:] = 0
+    oracle, out = run_op(op, reference, exact), run(x)
+    wanted, found = gradients(op, oracle, exact, exact.dh), gradients(op, out, x, dh)
+    of_outputs = [bench_rows.relative_error(h[:, :CHECKED_TOKENS], true) for h, true in zip(out, oracle, strict=True)]
+    if x.stack is not None and found[-1] is not None:
+        found = (*found[-1].unbind(), *found[len(x.sources) :])
+    of_gradients = [
+        bench_rows.relative_error(ours[:, :CHECKED_TOKENS] if ours.shape == x.dh.shape else ours, true)
+        for ours, true in zip(found[: len(wanted)], wanted, strict=True)
+        if ours is not None and true is not None and true.numel() >= x.dh.shape[-1]
+    ]
+    return bench_rows.worst(of_outputs), bench_rows.worst(of_gradients)
 
 
 def floors(op: str, n: int, D: int, tokens: int, which: str, bandwidth: float) -> tuple[float, float]:
@@ -254,75 +230,26 @@ def floors(op: str, n: int, D: int, tokens: int, which: str, bandwidth: float) -
 # --------------------------------------------------------------------------------------------------------- rows
 
 
-def shapes(args: argparse.Namespace) -> Iterator[tuple[str, int, int, int]]:
+def rows(args: argparse.Namespace) -> Iterator[Row]:
     which = "peers" if args.peers else "all"
     for op in args.op or OPS:
         for tokens, D, n in itertools.product(args.tokens, args.d_model or WIDTHS[which], args.n or SOURCES[which]):
-            yield op, n, D, tokens
+            for name in implementations(op, args.peers, args.implementation):
+                yield Row(op, name, n, D, tokens)
 
 
-def measure(op: str, n: int, D: int, tokens: int, name: str, run: Callable, bandwidth: float) -> Iterator[dict]:
-    """The rows of one operation, implementation and shape."""
-    x = Inputs(op, n, D, tokens)
-    per = READS if op in OF_A_BLOCK else 1
-    measured = {"error": f"{error(op, run, x):.1e}", "extra_mib": f"{extra_mib(run, x) / per:.1f}"}
-    for which, call in calls(op, run, x).items():
-        floor = floors(op, n, D, tokens, which, bandwidth)
-        yield described(op, name, n, D, tokens) | timed(which, call, per, floor) | measured
+def prepare(row: Row) -> Subject:
+    """One operation, implementation and shape, checked and ready to be timed."""
+    op, run = row.op, implementations(row.op, with_peers=True)[row.implementation]
+    x = Inputs(op, row.n, row.d_model, row.tokens)
+    reads = READS if op in OF_A_BLOCK else 1
+    measured = bench_rows.checked(*errors(op, run, x))
+    measured["extra_mib"] = f"{bench_rows.extra_mib(lambda: run(x)) / reads:.1f}"
 
+    def floor(which: str, bandwidth: float) -> tuple[float, float]:
+        return floors(op, row.n, row.d_model, row.tokens, which, bandwidth)
 
-def described(op: str, name: str, n: int, D: int, tokens: int) -> dict:
-    """What was measured, and on what."""
-    return {
-        "op": op,
-        "implementation": name,
-        "n_sources": n,
-        "d_model": D,
-        "tokens": tokens,
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "date": datetime.date.today().isoformat(),
-    }
-
-
-def timed(which: str, call: Callable[[], object], per: int, floor: tuple[float, float]) -> dict:
-    """Time of a call that does `per` reads, beside the floors (ms) of one."""
-    replay, timing = captured(call)
-    ms = median_ms(replay) / per
-    return {
-        "pass": which,
-        "ms": f"{ms:.4f}",
-        "byte_floor_ms": f"{floor[0]:.4f}",
-        "ratio": f"{ms / floor[0]:.2f}",
-        "fma_floor_ms": f"{floor[1]:.4f}",
-        "timing": timing,
-    }
-
-
-def read_rows(path: Path) -> list[dict]:
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def append(path: Path, row: dict) -> None:
-    is_new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS)
-        if is_new:
-            writer.writeheader()
-        writer.writerow(row)
-
-
-def print_row(row: dict) -> None:
-    print(
-        f"{row['op']:<12}{row['implementation']:<14}N={row['n_sources']:<4}D={row['d_model']:<6}T={row['tokens']:<6}"
-        f"{row['pass']:<18}{row['ms']:>9} ms  {row['ratio']:>6}x bytes ({row['byte_floor_ms']} ms)  "
-        f"fp32 {row['fma_floor_ms']} ms  kept {row['extra_mib']:>8} MiB  error {row['error']}",
-        flush=True,
-    )
+    return Subject(calls(op, run, x), floor, reads, measured)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -348,27 +275,18 @@ def main(arguments: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("kernels.bench measures a GPU and finds none", file=sys.stderr)
         return 2
-    args.output.mkdir(parents=True, exist_ok=True)
     path = args.output / "bench.csv"
-    keys = FIELDS[:5]
-    done = {tuple(row[key] for key in keys) for row in read_rows(path) if row["pass"] == "forward_backward"}
-    bandwidth = copy_bandwidth()
+    done = bench_rows.done(path)
+    bandwidth = bench_rows.copy_bandwidth()
     print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s", flush=True)
-    for op, n, D, tokens in shapes(args):
-        for name, run in implementations(op, args.peers, args.implementation).items():
-            if (op, name, str(n), str(D), str(tokens)) in done:
-                continue
-            try:
-                rows = list(measure(op, n, D, tokens, name, run, bandwidth))
-            except torch.OutOfMemoryError:
-                print(f"{op} {name} N={n} D={D} T={tokens}: out of memory", flush=True)
-                continue
-            finally:
-                torch.cuda.empty_cache()
-            for row in rows:
-                append(path, row)
-                print_row(row)
-    write_figure(read_rows(path), args.output / "bench.svg")
+    for row in rows(args):
+        if row.key in done:
+            continue
+        for measured in bench_rows.attempt(row, prepare, bandwidth):
+            bench_rows.append(path, measured)
+            bench_rows.print_row(measured)
+        torch.cuda.empty_cache()
+    write_figure(bench_rows.read_rows(path), args.output / "bench.svg")
     return 0
 
 

@@ -11,7 +11,7 @@ TICKS = (1, 2, 4, 8, 16, 32, 64)
 
 def write_figure(rows: list[dict], path: Path) -> None:
     """One panel per operation and pass at the longest sequence: ratio (log axis) over N, a line per width."""
-    rows = [row for row in rows if row["implementation"] == "triton"]
+    rows = [row for row in rows if row["implementation"] == "triton" and row["ratio"]]
     if not rows:
         return
     tokens = max(int(row["tokens"]) for row in rows)
@@ -34,7 +34,7 @@ def write_figure(rows: list[dict], path: Path) -> None:
 
 def panel(rows: list[dict], x: float, y: float, title: str) -> str:
     """Axes and lines of one panel whose upper left corner is (x, y)."""
-    counts = sorted({int(row["n_sources"]) for row in rows})
+    counts = sorted({int(row["n"]) for row in rows})
     widths = sorted({int(row["d_model"]) for row in rows})
     top = next((tick for tick in TICKS if tick >= max(float(row["ratio"]) for row in rows)), TICKS[-1]) if rows else 2
 
@@ -59,7 +59,7 @@ def panel(rows: list[dict], x: float, y: float, title: str) -> str:
     for n in counts:
         parts.append(f'<text x="{at_x(n):.1f}" y="{y + PANEL_H + 14}" text-anchor="middle">N={n}</text>')
     for color, width in zip(COLORS, widths, strict=False):
-        line = sorted((int(row["n_sources"]), float(row["ratio"])) for row in rows if int(row["d_model"]) == width)
+        line = sorted((int(row["n"]), float(row["ratio"])) for row in rows if int(row["d_model"]) == width)
         points = " ".join(f"{at_x(n):.1f},{at_y(ratio):.1f}" for n, ratio in line)
         parts.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="2"/>')
         n, ratio = line[-1]

@@ -3,24 +3,24 @@
     python -m kernels.bench_hyper [--output results/kernels/hyper.csv]
 
 The floor counts every lane once: forward (3 n + 2) D elements per token, backward 6 n + 1, over the bandwidth of a copy
-measured in the same run. Each time is the median of CUDA-graph replays, so launches from Python are left out; each row
-also has the relative error of what it computed, against the plain formula in float64 on part of the tokens.
+measured in the same run. Rows are those of `kernels.bench_rows`, with op mhc and n lanes; a run that is started again
+measures what is missing.
 """
 
 import argparse
-import csv
 import importlib
 import importlib.util
-import statistics
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from kernels import compiled, hyper, reference
+from kernels import bench_rows, compiled, hyper, reference
+from kernels.bench_rows import Row, Subject
 
+OP, N_LANES, TOKENS = "mhc", 4, 8192
 EPS, SINKHORN_EPS, N_ROUNDS = 1e-5, 1e-6, 20
 WIDTHS = (2048, 2112, 2560)
 CHECKED_TOKENS = 256
@@ -29,13 +29,13 @@ CHECKED_TOKENS = 256
 Sublayer = Callable[[Tensor, Tensor, dict[str, Tensor]], tuple[Tensor, Tensor]]
 
 
-def inputs(n: int, D: int, tokens: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def inputs(n: int, D: int, tokens: int, device: str = "cuda") -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """bf16 lanes and y, fp32 parameters large enough to matter, all with gradients."""
-    generator = torch.Generator("cuda").manual_seed(D)
+    generator = torch.Generator(device).manual_seed(D)
     R = n * n + 2 * n
 
     def normal(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
-        return (scale * torch.randn(*shape, device="cuda", generator=generator)).to(dtype).requires_grad_()
+        return (scale * torch.randn(*shape, device=device, generator=generator)).to(dtype).requires_grad_()
 
     parameters = {
         "phi": normal(R, n * D, scale=0.02),
@@ -116,141 +116,117 @@ class Transformers:
         return h, written + torch.matmul(comb.to(dtype).transpose(-1, -2), lanes)
 
 
-def implementations(lanes: Tensor, y: Tensor, parameters: dict[str, Tensor]) -> dict[str, tuple[Sublayer, dict]]:
-    """Name to function and the parameters it takes, of all that can be imported."""
-    n, D = lanes.shape[2:]
-    found: dict[str, tuple[Sublayer, dict]] = {
-        "triton, projected ahead": (Ahead(lanes, y, parameters), parameters),
-        "triton, read and write apart": (apart, parameters),
-    }
-    if importlib.util.find_spec("liger_kernel"):
-        transposed = parameters["phi"].detach().T.contiguous().bfloat16().requires_grad_()
-        found["liger-kernel"] = (liger, {**parameters, "phi_bf16": transposed})
-    found["torch.compile"] = (through_compile, parameters)
-    if importlib.util.find_spec("transformers"):
-        module = Transformers(n, D, parameters)
-        found["transformers (eager)"] = (module, dict(module.module.named_parameters()))
-    found["plain formula (eager)"] = (plain, parameters)
-    return found
+def made_liger(lanes: Tensor, y: Tensor, parameters: dict[str, Tensor]) -> tuple[Sublayer, dict[str, Tensor]]:
+    transposed = parameters["phi"].detach().T.contiguous().bfloat16().requires_grad_()
+    return liger, {"phi_bf16": transposed, "alpha": parameters["alpha"], "bias": parameters["bias"]}
+
+
+def made_transformers(lanes: Tensor, y: Tensor, parameters: dict[str, Tensor]) -> tuple[Sublayer, dict[str, Tensor]]:
+    made = Transformers(*lanes.shape[2:], parameters)
+    return made, dict(made.module.named_parameters())
+
+
+# name -> the package it needs, and what makes the sublayer and the parameters it takes from inputs
+IMPLEMENTATIONS: dict[str, tuple[str, Callable[..., tuple[Sublayer, dict[str, Tensor]]]]] = {
+    "triton": ("triton", lambda lanes, y, given: (Ahead(lanes, y, given), given)),
+    "triton, read and write apart": ("triton", lambda lanes, y, given: (apart, given)),
+    "torch.compile": ("torch", lambda lanes, y, given: (through_compile, given)),
+    "liger-kernel": ("liger_kernel", made_liger),
+    "transformers (eager)": ("transformers", made_transformers),
+    "eager": ("torch", lambda lanes, y, given: (plain, given)),
+}
+
+
+def available() -> list[str]:
+    """Names of the implementations whose package is installed here."""
+    return [name for name, (package, _) in IMPLEMENTATIONS.items() if importlib.util.find_spec(package)]
 
 
 # ----------------------------------------------------------------------------------------------------- measuring
 
 
-def time_of(function: Callable[[], object], groups: int = 9, replays: int = 5) -> float:
-    """Milliseconds per call: the median over groups of graph replays."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            function()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        function()
-    graph.replay()
-    times = []
-    for _ in range(groups):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(replays):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / replays)
-    return statistics.median(times)
+def errors(
+    run: Sublayer, lanes: Tensor, y: Tensor, given: dict[str, Tensor], parameters: dict[str, Tensor]
+) -> tuple[float, float]:
+    """Worst relative error of h and lanes, and of the gradients of lanes and phi, against the formula in float64.
 
-
-def copy_bandwidth() -> float:
-    """Bytes per second of a large copy, reads and writes counted."""
-    x = torch.empty(1 << 30, dtype=torch.bfloat16, device="cuda")
-    y = torch.empty_like(x)
-    times = []
-    for _ in range(10):  # not as a graph, where a copy goes to the slower copy engine
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        y.copy_(x)
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return 2 * x.numel() * x.element_size() / (statistics.median(times) / 1e3)
-
-
-def errors_of(run: Sublayer, lanes: Tensor, y: Tensor, parameters: dict[str, Tensor]) -> dict[str, float]:
-    """Relative error of the outputs and of the gradients of lanes and phi, against the formula in float64."""
-    part, part_y = (x.detach()[:, :CHECKED_TOKENS].clone().requires_grad_() for x in (lanes, y))
-    cotangents = [torch.randn_like(part_y), torch.randn_like(part)]
-
-    def all_of(function: Sublayer, lanes: Tensor, y: Tensor, given: dict[str, Tensor]) -> list[Tensor | None]:
-        outputs = function(lanes, y, given)
-        wanted = [cotangent.to(output.dtype) for cotangent, output in zip(cotangents, outputs, strict=True)]
-        gradients = torch.autograd.grad(outputs, [lanes, given["phi"]], wanted, allow_unused=True)
-        return [x if x is None else x.detach().double() for x in (*outputs, *gradients)]
-
-    exact = {name: parameters[name].detach().double().requires_grad_() for name in ("phi", "alpha", "bias")}
-    oracle = all_of(plain, part.detach().double().requires_grad_(), part_y.detach().double(), exact)
-    found = all_of(run, part, part_y, parameters)
-    names = ("error_h", "error_lanes", "error_dlanes", "error_dphi")
-    return {
-        # who holds phi in another form shows no gradient of it
-        name: float("nan") if ours is None else float((ours - expected).norm() / expected.norm())
-        for name, ours, expected in zip(names, found, oracle, strict=True)
-    }
-
-
-def rows_of(D: int, n: int, tokens: int, bandwidth: float, only: Iterable[str] = ()) -> Iterable[dict]:
-    """One row per implementation."""
-    lanes, y, parameters = inputs(n, D, tokens)
+    Of the first tokens, at the shape that is timed; later tokens have no gradient. An implementation that holds phi in
+    another form has no gradient of it to compare.
+    """
     cotangents = [torch.randn_like(y), torch.randn_like(lanes)]
-    bytes_per_width = D * tokens * lanes.element_size()
-    floors = {"forward": (3 * n + 2) * bytes_per_width, "both": (9 * n + 3) * bytes_per_width}
-    for name, (run, given) in implementations(lanes, y, parameters).items():
-        if only and not any(word in name for word in only):
-            continue
-        leaves = [lanes, y, *(x for x in given.values() if not (name == "liger-kernel" and x is parameters["phi"]))]
+    for cotangent in cotangents:
+        cotangent[:, CHECKED_TOKENS:] = 0
 
-        def forward(run=run, given=given) -> tuple[Tensor, Tensor]:
-            with torch.no_grad():
-                return run(lanes, y, given)
+    def all_of(function: Sublayer, lanes: Tensor, y: Tensor, given: dict[str, Tensor]) -> list[list[Tensor]]:
+        """Outputs, and gradients of lanes and phi."""
+        outputs = function(lanes, y, given)
+        wanted = [
+            cotangent[:, : y.shape[1]].to(output.dtype) for cotangent, output in zip(cotangents, outputs, strict=True)
+        ]
+        leaves = [lanes, *([given["phi"]] if "phi" in given else [])]
+        return [list(outputs), list(torch.autograd.grad(outputs, leaves, wanted))]
 
-        def both(run=run, given=given, leaves=leaves) -> tuple[Tensor, ...]:
-            return torch.autograd.grad(run(lanes, y, given), leaves, cotangents)
+    first, first_y = (x.detach()[:, :CHECKED_TOKENS].double().requires_grad_() for x in (lanes, y))
+    exact = {name: parameter.detach().double().requires_grad_() for name, parameter in parameters.items()}
+    of_outputs, of_gradients = (
+        bench_rows.worst(
+            [
+                bench_rows.relative_error(ours[:, :CHECKED_TOKENS] if ours.ndim > 2 else ours, true)
+                for ours, true in zip(mine, theirs, strict=False)
+            ]
+        )
+        for mine, theirs in zip(all_of(run, lanes, y, given), all_of(plain, first, first_y, exact), strict=True)
+    )
+    return of_outputs, of_gradients
 
-        row = {"op": "mhc sublayer", "implementation": name, "n": n, "D": D, "tokens": tokens, "dtype": "bfloat16"}
-        times = {"forward": time_of(forward), "both": time_of(both)}
-        for what, milliseconds in times.items():
-            floor = 1e3 * floors[what] / bandwidth
-            row |= {f"{what}_ms": f"{milliseconds:.4f}", f"{what}_over_floor": f"{milliseconds / floor:.2f}"}
-            row[f"{what}_floor_ms"] = f"{floor:.4f}"
-        # transformers names its parameters otherwise, and holds the same values
-        errors = errors_of(run, lanes, y, {**parameters, **given})
-        yield row | {key: f"{error:.1e}" for key, error in errors.items()}
+
+def prepare(row: Row) -> Subject:
+    """One implementation and shape, checked and ready to be timed."""
+    n = row.n
+    lanes, y, parameters = inputs(n, row.d_model, row.tokens)
+    run, given = IMPLEMENTATIONS[row.implementation][1](lanes, y, parameters)
+    cotangents = [torch.randn_like(y), torch.randn_like(lanes)]
+    leaves = [lanes, y, *given.values()]
+    measured = bench_rows.checked(*errors(run, lanes, y, given, parameters))
+    measured["extra_mib"] = f"{bench_rows.extra_mib(lambda: run(lanes, y, given)):.1f}"
+
+    def forward() -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            return run(lanes, y, given)
+
+    def forward_backward() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(run(lanes, y, given), leaves, cotangents)
+
+    def floor(which: str, bandwidth: float) -> tuple[float, None]:
+        widths = {"forward": 3 * n + 2, "forward_backward": 9 * n + 3}[which]
+        return 1e3 * widths * row.d_model * row.tokens * lanes.element_size() / bandwidth, None
+
+    return Subject({"forward": forward, "forward_backward": forward_backward}, floor, 1, measured)
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kernels.bench_hyper", description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, help="CSV file to write as well")
+    parser.add_argument("--output", type=Path, default=Path("results/kernels/hyper.csv"), help="CSV file of the rows")
     parser.add_argument("--widths", type=int, nargs="+", default=list(WIDTHS), help="D (default: %(default)s)")
-    parser.add_argument("--lanes", type=int, default=4, help="n (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=8192, help="tokens (default: %(default)s)")
+    parser.add_argument("--lanes", type=int, default=N_LANES, help="n (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="tokens (default: %(default)s)")
     parser.add_argument("--only", nargs="*", default=[], help="implementations whose name has one of these words")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("kernels.bench_hyper times GPU kernels, and there is no CUDA device", file=sys.stderr)
         return 2
-    bandwidth = copy_bandwidth()
+    bandwidth = bench_rows.copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {bandwidth / 1e12:.2f} TB/s")
-    rows = []
+    done = bench_rows.done(options.output)
     for D in options.widths:
-        for row in rows_of(D, options.lanes, options.tokens, bandwidth, options.only):
-            rows.append(row | {"machine": torch.cuda.get_device_name(), "torch": torch.__version__})
-            print("  ".join(f"{key}={value}" for key, value in row.items() if key not in ("op", "dtype", "tokens")))
-    if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        with options.output.open("w", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
+        for name in available():
+            row = Row(OP, name, options.lanes, D, options.tokens)
+            if row.key in done or (options.only and not any(word in name for word in options.only)):
+                continue
+            for measured in bench_rows.attempt(row, prepare, bandwidth):
+                bench_rows.append(options.output, measured)
+                bench_rows.print_row(measured)
+            torch.cuda.empty_cache()
     return 0
 
 

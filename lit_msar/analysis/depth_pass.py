@@ -4,16 +4,16 @@ Work done once for several reads (scores, retrievals of a block, writes) is in i
 and floors are those of the whole pass: all 57 reads, a write's three elements a token and channel not counted.
 """
 
-from collections.abc import Callable, Iterator
-
 import torch
 from torch import Tensor
 
-from kernels import bench
+from kernels import bench, bench_rows
+from kernels.bench_rows import Row, Subject
 from lit_msar import residual
 from lit_msar.initialization import initialize
 
 N_LAYERS, BLOCK_SIZE = 28, 8
+HEAD_SOURCES = 8  # of the last read: the embedding and seven blocks
 OPS = {
     "depth_attnres": ("AttnRes", {}),
     "depth_msar": ("MSAR", {"schedule": "per_read"}),
@@ -47,13 +47,12 @@ class DepthPass:
         return [self.strategy.n_sources(site) for site in (*self.sites, last)]
 
 
-def measure(op: str, implementation: str, d_model: int, tokens: int, bandwidth: float) -> Iterator[dict]:
-    """The rows of one pass; `n_sources` is that of its last read."""
-    depth = DepthPass(op, implementation, d_model, N_LAYERS, "cuda")
-    x = torch.randn(1, tokens, d_model, device="cuda").bfloat16().requires_grad_()
+def prepare(row: Row) -> Subject:
+    """One pass, ready to be timed; n is that of its last read."""
+    depth = DepthPass(row.op, row.implementation, row.d_model, N_LAYERS, "cuda")
+    x = torch.randn(1, row.tokens, row.d_model, device="cuda").bfloat16().requires_grad_()
     dh = torch.randn_like(x.detach())
-    leaves = [x, *depth.strategy.parameters()]
-    kept = bench.extra_mib(lambda x: depth(x), x)
+    leaves, counts = [x, *depth.strategy.parameters()], depth.n_sources()
 
     def forward() -> Tensor:
         with torch.no_grad():
@@ -62,11 +61,10 @@ def measure(op: str, implementation: str, d_model: int, tokens: int, bandwidth: 
     def forward_backward() -> tuple[Tensor, ...]:
         return torch.autograd.grad(depth(x), leaves, dh, allow_unused=True)
 
-    counts = depth.n_sources()
-    calls: dict[str, Callable] = {"forward": forward, "forward_backward": forward_backward}
-    single = "attnres" if op == "depth_attnres" else "msar"
-    for which, call in calls.items():
-        floors = [bench.floors(single, n, d_model, tokens, which, bandwidth) for n in counts]
-        total = tuple(sum(floor) for floor in zip(*floors, strict=True))
-        row = bench.described(op, implementation, counts[-1], d_model, tokens)
-        yield row | bench.timed(which, call, 1, total) | {"error": "", "extra_mib": f"{kept:.1f}"}
+    def floor(which: str, bandwidth: float) -> tuple[float, float]:
+        single = "attnres" if row.op == "depth_attnres" else "msar"
+        floors = [bench.floors(single, n, row.d_model, row.tokens, which, bandwidth) for n in counts]
+        return tuple(sum(floor) for floor in zip(*floors, strict=True))
+
+    measured = {"extra_mib": f"{bench_rows.extra_mib(lambda: depth(x)):.1f}"}
+    return Subject({"forward": forward, "forward_backward": forward_backward}, floor, 1, measured)

@@ -1,74 +1,86 @@
-"""The table of docs/kernels.md in one command and a bounded time: `python -m lit_msar.analysis.kernel_table`.
+"""The tables of docs/kernels.md in one command and a bounded time: `python -m lit_msar.analysis.kernel_table`.
 
-Rows are measured one after the other, the most wanted first, each within a time limit; what is in bench.csv already is
-not measured again. They run in a child process, which is started anew, without the row it was at, when that row hangs
-or leaves the GPU in error. Kernels are compiled beforehand by as many processes as the list has operations and widths.
+Rows are measured one after the other, the most wanted first, each within a time limit, and written as they come; what
+is in bench.csv already is not measured again. They run in a child process, which is started anew, without the row it
+was at, when that row hangs or leaves the GPU in error. Kernels are compiled beforehand, by many processes at once.
 """
 
 import argparse
+import itertools
 import json
+import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
-from kernels import bench
+from kernels import bench, bench_hyper, bench_rows
+from kernels.bench_figure import write_figure
+from kernels.bench_rows import Row, Subject
 from lit_msar.analysis import depth_pass
 
-TOKENS = 8192
-WARM_SECONDS = 90
+TOKENS, SHORT = 8192, 2048
+WIDTHS, COUNTS, MANY = (2112, 2560, 2048), (9, 6, 3), (17, 57)
 ROW_SECONDS = 30
 SILENT_SECONDS = 45
-N_PROCESSES = 12
+MAX_PROCESSES = 12  # that compile at once; each holds a row's tensors on the GPU
+LISTS = ("ours", "peers", "depth", "hyper", "many", "short")
 
 
-class Row(NamedTuple):
-    op: str
-    implementation: str
-    n_sources: int
-    d_model: int
+def lists(peers: tuple[str, ...], lanes: tuple[str, ...]) -> dict[str, list[Row]]:
+    """Rows by what they are for; `peers` are the AttnRes packages installed, `lanes` the implementations of mHC."""
+    reads = ("attnres", "msar", "msar_reader")
+    others = ("torch.compile", "eager")
+    return {
+        # the read of the issue first, at the widths of the presets
+        "ours": [
+            *(Row(op, "triton", 9, D, TOKENS) for D in WIDTHS for op in bench.OPS),
+            *(Row(op, "triton", n, D, TOKENS) for n in COUNTS[1:] for D in WIDTHS for op in bench.OPS),
+        ],
+        "peers": [
+            *(
+                Row("attnres", name, n, D, TOKENS)
+                for n, D in itertools.product(COUNTS, WIDTHS)
+                for name in (*peers, *others)
+            ),
+            *(Row(op, name, n, D, TOKENS) for D, n, op, name in itertools.product(WIDTHS, COUNTS, reads[1:], others)),
+        ],
+        "depth": [
+            *(Row(op, "triton", depth_pass.HEAD_SOURCES, D, TOKENS) for D in WIDTHS[:2] for op in depth_pass.OPS),
+            *(
+                Row(op, "torch.compile", depth_pass.HEAD_SOURCES, WIDTHS[0], TOKENS)
+                for op in ("depth_attnres", "depth_msar")
+            ),
+        ],
+        "hyper": [Row(bench_hyper.OP, name, bench_hyper.N_LANES, D, TOKENS) for D in WIDTHS for name in lanes],
+        "many": [Row(op, "triton", n, WIDTHS[0], TOKENS) for n in MANY for op in bench.OPS],
+        "short": [Row(op, "triton", 9, D, SHORT) for D in WIDTHS for op in bench.OPS],
+    }
 
-    @property
-    def name(self) -> str:
-        return f"{self.op} {self.implementation} N={self.n_sources} D={self.d_model}"
+
+def rows(wanted: tuple[str, ...] = LISTS) -> list[Row]:
+    """What is measured here, most wanted first."""
+    found = lists(tuple(bench.peers()), tuple(bench_hyper.available()))
+    return [row for name in wanted for row in found[name]]
 
 
-def rows(packages: tuple[str, ...] = ()) -> list[Row]:
-    """What is measured, in this order; `packages` are the importable AttnRes peers."""
-    ours = [Row(op, "triton", 9, D) for D in (2112, 2560) for op in bench.OPS]
-    # the head's read of 28 layers in blocks of 8 sees 8 sources
-    depth = [Row(op, "triton", 8, D) for D in (2112, 2560) for op in depth_pass.OPS]
-    peers = [Row("attnres", name, n, 2112) for n in (9, 6, 3) for name in (*packages, "torch.compile")]
-    compiled = [Row(op, "torch.compile", n, 2112) for op in ("msar", "msar_reader") for n in (9, 6, 3)]
-    fewer = [Row(op, "triton", n, 2112) for op in ("attnres", "msar", "msar_reader") for n in (6, 3)]
-    whole = [Row(op, "torch.compile", 8, 2112) for op in ("depth_attnres", "depth_msar")]
-    return [*ours, *depth, *fewer, *peers, *compiled, *whole]
-
-
-def measure(row: Row, bandwidth: float) -> Iterator[dict]:
+def prepare(row: Row) -> Subject:
     if row.op in depth_pass.OPS:
-        return depth_pass.measure(row.op, row.implementation, row.d_model, TOKENS, bandwidth)
-    run = bench.implementations(row.op, row.implementation != "triton")[row.implementation]
-    return bench.measure(row.op, row.n_sources, row.d_model, TOKENS, row.implementation, run, bandwidth)
+        return depth_pass.prepare(row)
+    return (bench_hyper if row.op == bench_hyper.OP else bench).prepare(row)
 
 
-def missing(output: Path, skipped: set[str]) -> list[Row]:
-    """Rows of the list that bench.csv lacks and that did not fail before."""
-    measured = bench.read_rows(output / "bench.csv")
-    done = {tuple(row[key] for key in bench.FIELDS[:5]) for row in measured if row["pass"] == "forward_backward"}
-    wanted = rows(tuple(bench.peers()))
-    return [
-        row
-        for row in wanted
-        if row.name not in skipped
-        and (row.op, row.implementation, str(row.n_sources), str(row.d_model), str(TOKENS)) not in done
-    ]
+def missing(output: Path, wanted: tuple[str, ...]) -> list[Row]:
+    """Rows of the lists that bench.csv lacks; a failure is not tried again."""
+    done = bench_rows.done(output / "bench.csv")
+    return [row for row in rows(wanted) if row.key not in done]
+
+
+# -------------------------------------------------------------------------------------------------- a child
 
 
 class Expired(Exception):
@@ -79,25 +91,22 @@ def raise_expired(*_: object) -> None:
     raise Expired(f"more than {ROW_SECONDS} s")
 
 
-def child(output: Path, deadline: float, skipped: set[str]) -> int:
+def child(output: Path, deadline: float, wanted: tuple[str, ...]) -> int:
     """Measure what is missing; 3 if the GPU is of no more use to this process."""
     signal.signal(signal.SIGALRM, raise_expired)
-    bandwidth = bench.copy_bandwidth()
+    bandwidth = bench_rows.copy_bandwidth()
     print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s", flush=True)
-    for row in missing(output, skipped):
+    for row in missing(output, wanted):
         if time.time() > deadline:
             print("out of time", flush=True)
             break
-        print(f"BEGIN {row.name}", flush=True)
+        print(f"BEGIN {json.dumps(row)}", flush=True)
         signal.alarm(ROW_SECONDS)
-        try:
-            for measured in measure(row, bandwidth):
-                bench.append(output / "bench.csv", measured)
-                bench.print_row(measured)
-        except Exception as error:
-            print(f"FAILED {row.name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
-        finally:
-            signal.alarm(0)
+        for measured in bench_rows.attempt(row, prepare, bandwidth):
+            signal.alarm(ROW_SECONDS)
+            bench_rows.append(output / "bench.csv", measured)
+            bench_rows.print_row(measured)
+        signal.alarm(0)
         try:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
@@ -106,83 +115,85 @@ def child(output: Path, deadline: float, skipped: set[str]) -> int:
     return 0
 
 
-def warm(row: Row) -> int:
-    """Run a row's calls once, so that its kernels are in the compilers' caches."""
-    if row.op in depth_pass.OPS:
-        depth = depth_pass.DepthPass(row.op, row.implementation, row.d_model, depth_pass.N_LAYERS, "cuda")
-        x = torch.randn(1, TOKENS, row.d_model, device="cuda").bfloat16().requires_grad_()
-        torch.autograd.grad(depth(x).sum(), [x])
-        return 0
-    run = bench.implementations(row.op, row.implementation != "triton")[row.implementation]
-    x = bench.Inputs(row.op, row.n_sources, row.d_model, TOKENS)
-    for call in bench.calls(row.op, run, x).values():
-        call()
-    bench.error(row.op, run, x)
-    return 0
+def warm(todo: list[Row]) -> None:
+    """Run the calls of rows once, so that their kernels are in the compilers' caches."""
+    for row in todo:
+        try:
+            for call in prepare(row).calls.values():
+                call()
+        except Exception as error:
+            print(f"{row.name}: {type(error).__name__}: {str(error)[:200]}", flush=True)  # its own turn will say more
+        torch.cuda.empty_cache()
 
 
-def warm_all(todo: list[Row]) -> None:
-    """Compile for all rows at once, as far as the time goes."""
-    waiting = [row for row in todo if row.implementation in ("triton", "torch.compile")]
-    running: list[tuple[Row, subprocess.Popen]] = []
-    end = time.time() + WARM_SECONDS
-    while (waiting or running) and time.time() < end:
-        while waiting and len(running) < N_PROCESSES:
-            row = waiting.pop(0)
-            command = [sys.executable, "-m", "lit_msar.analysis.kernel_table", "--warm", json.dumps(row)]
-            running.append((row, subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)))
-        for row, process in list(running):
-            if process.poll() is not None:
-                running.remove((row, process))
-                print(f"warm {row.name}: {'failed' if process.returncode else 'compiled'}", flush=True)
-        time.sleep(0.2)
-    for row, process in running:
-        process.kill()
-        print(f"warm {row.name}: stopped after {WARM_SECONDS} s", flush=True)
+# ------------------------------------------------------------------------------------------------ the parent
 
 
-def run_child(output: Path, deadline: float, skipped: set[str]) -> tuple[int, str | None]:
-    """One child until it ends or has been silent for too long; its exit code and the row it was at."""
-    command = [
-        sys.executable,
-        "-m",
-        "lit_msar.analysis.kernel_table",
-        "--child",
-        str(output),
-        "--deadline",
-        str(deadline),
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "lit_msar.analysis.kernel_table", *arguments]
+
+
+def warm_all(todo: list[Row], seconds: float) -> None:
+    """Compile for all rows, as far as the time goes; each process takes its share, the most wanted first."""
+    todo = [row for row in todo if row.implementation != "eager"]
+    n_processes = min(len(todo), max(1, (os.cpu_count() or 2) - 2), MAX_PROCESSES)
+    # or each of these processes would start inductor's own pool of compilers
+    environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    begin = time.time()
+    processes = [
+        subprocess.Popen(command("--warm", json.dumps(todo[i::n_processes])), env=environment)
+        for i in range(n_processes)
     ]
-    process = subprocess.Popen([*command, "--skip", *skipped], stdout=subprocess.PIPE, text=True)
-    timer, at = None, None
+    killed = 0
+    for process in processes:
+        try:
+            process.wait(max(0.1, begin + seconds - time.time()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            killed += 1
+    print(f"compiled for {time.time() - begin:.0f} s; {killed} of {n_processes} processes were stopped", flush=True)
+
+
+def run_child(output: Path, deadline: float, wanted: tuple[str, ...]) -> tuple[int, Row | None]:
+    """One child until it ends or has been silent for too long; its exit code and the row it was at."""
+    arguments = command("--child", "--output", str(output), "--deadline", str(deadline), "--rows", *wanted)
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+    at = None
 
     def watched() -> threading.Timer:
-        started = threading.Timer(SILENT_SECONDS, process.kill)
-        started.start()
-        return started
+        timer = threading.Timer(SILENT_SECONDS, process.kill)
+        timer.start()
+        return timer
 
     timer = watched()
     for line in process.stdout:
         timer.cancel()
         timer = watched()
-        at = line.removeprefix("BEGIN ").strip() if line.startswith("BEGIN ") else at
-        print(line, end="", flush=True)
+        if line.startswith("BEGIN "):
+            at = Row(*json.loads(line.removeprefix("BEGIN ")))
+        else:
+            print(line, end="", flush=True)
     timer.cancel()
     return process.wait(), at
 
 
-def run(output: Path, seconds: float) -> int:
-    """Measure the table into `output`; ends within `seconds` and the last row's limit."""
-    deadline, skipped = time.time() + seconds, set()
-    warm_all(missing(output, skipped))
+def run(output: Path, seconds: float, warm_seconds: float, wanted: tuple[str, ...]) -> int:
+    """Measure the tables into `output`; ends within `seconds` and the last row's limit."""
+    deadline = time.time() + seconds
+    path = output / "bench.csv"
+    warm_all(missing(output, wanted), warm_seconds)
     while time.time() < deadline:
-        code, at = run_child(output, deadline, skipped)
+        code, at = run_child(output, deadline, wanted)
         if code == 0 or at is None:
             break
-        print(f"row {at} ended its process ({code}); going on without it", flush=True)
-        skipped.add(at)
-    bench.write_figure(bench.read_rows(output / "bench.csv"), output / "bench.svg")
-    left = [row.name for row in missing(output, set())]
-    print(f"not measured: {', '.join(left) or 'nothing'}", flush=True)
+        if at.key not in bench_rows.done(path):
+            row = bench_rows.failed(at, f"ended its process ({code})")
+            bench_rows.append(path, row)
+            bench_rows.print_row(row)
+    write_figure(bench_rows.read_rows(path), output / "bench.svg")
+    left = [row.name for row in missing(output, wanted)]
+    print(f"not measured: {'; '.join(left) or 'nothing'}", flush=True)
     return 0
 
 
@@ -191,21 +202,23 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m lit_msar.analysis.kernel_table", description=__doc__.split("\n")[0]
     )
     parser.add_argument("--output", type=Path, default=Path("results/kernels/table"), help="folder of bench.csv")
-    parser.add_argument("--seconds", type=float, default=230, help="start no row after this (default 230)")
-    parser.add_argument("--warm", help="compile the kernels of one row, given as JSON, and end (for its own use)")
-    parser.add_argument("--child", type=Path, help="measure into this folder (for its own use)")
-    parser.add_argument("--deadline", type=float, default=0.0, help="of --child, seconds since the epoch")
-    parser.add_argument("--skip", nargs="*", default=[], help="rows that --child leaves out")
+    parser.add_argument("--seconds", type=float, default=420, help="start no row after this (default 420)")
+    parser.add_argument("--warm_seconds", type=float, default=180, help="of these for compiling (default 180)")
+    parser.add_argument("--rows", nargs="+", choices=LISTS, default=LISTS, help="which lists, in this order")
+    parser.add_argument("--warm", help=argparse.SUPPRESS)  # compile for these rows, given as JSON, and end
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)  # measure here, for a parent
+    parser.add_argument("--deadline", type=float, default=0.0, help=argparse.SUPPRESS)  # of --child, since the epoch
     args = parser.parse_args(arguments)
     if args.warm:
-        return warm(Row(*json.loads(args.warm)))
+        warm([Row(*row) for row in json.loads(args.warm)])
+        return 0
     if args.child:
-        return child(args.child, args.deadline, set(args.skip))
+        return child(args.output, args.deadline, tuple(args.rows))
     if not torch.cuda.is_available():
-        print("error: the table is measured on a GPU, and there is none", file=sys.stderr)
+        print("error: the tables are measured on a GPU, and there is none", file=sys.stderr)
         return 2
     args.output.mkdir(parents=True, exist_ok=True)
-    return run(args.output, args.seconds)
+    return run(args.output, args.seconds, args.warm_seconds, tuple(args.rows))
 
 
 if __name__ == "__main__":

@@ -1,3 +1,4 @@
+import sys
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -5,16 +6,16 @@ import torch
 
 pytest.importorskip("triton")
 
-from kernels import bench
+from kernels import bench, bench_rows, reference
 from kernels.bench_figure import write_figure
 
 
 def row(op="msar", n=9, D=2112, which="forward", ratio=2.0, implementation="triton"):
-    values = dict.fromkeys(bench.FIELDS, "")
+    values = dict.fromkeys(bench_rows.FIELDS, "")
     return values | {
         "op": op,
         "implementation": implementation,
-        "n_sources": str(n),
+        "n": str(n),
         "d_model": str(D),
         "tokens": "8192",
         "pass": which,
@@ -29,17 +30,6 @@ def test_byte_floor_counts_each_source_output_and_gradient_once():
     assert (round(forward, 3), round(both, 3)) == (0.079, 0.228)
 
 
-def test_rows_are_appended_under_one_header(tmp_path):
-    path = tmp_path / "bench.csv"
-    for n in (3, 9):
-        bench.append(path, row(n=n))
-    assert [read["n_sources"] for read in bench.read_rows(path)] == ["3", "9"]
-
-
-def test_rows_of_a_file_that_is_not_there_are_none(tmp_path):
-    assert bench.read_rows(tmp_path / "bench.csv") == []
-
-
 def test_figure_has_a_panel_per_operation_and_pass_and_a_line_per_width(tmp_path):
     rows = [
         row(op, n, D, which, ratio=n / 3)
@@ -48,7 +38,8 @@ def test_figure_has_a_panel_per_operation_and_pass_and_a_line_per_width(tmp_path
         for D in (2048, 2112)
         for which in ("forward", "forward_backward")
     ]
-    write_figure([*rows, row(implementation="eager", ratio=500.0)], tmp_path / "bench.svg")
+    others = [row(implementation="eager", ratio=500.0), row(n=57, ratio="") | {"note": "failed: out of memory"}]
+    write_figure([*rows, *others], tmp_path / "bench.svg")
     root = ET.parse(tmp_path / "bench.svg").getroot()
     assert len(root.findall("{*}polyline")) == 2 * 2 * 2
     assert len(root.findall("{*}rect")) == 1 + 2 * 2
@@ -74,3 +65,34 @@ def test_kernels_and_reference_of_an_operation_are_given_the_same_reads(op, monk
     expected, found = bench.run_op(op, bench.reference, x), bench.run_triton(op, x)
     assert len(found) == len(expected)
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("op", ["attnres", "msar"])
+def test_errors_of_the_kernels_are_those_of_rounding(op, monkeypatch):
+    monkeypatch.setattr(bench, "KERNEL_SIZES", (1, 2))
+    monkeypatch.setattr(bench, "CHECKED_TOKENS", 3)
+    x = bench.Inputs(op, 2, 16, 5, device="cpu")
+    error, gradient_error = bench.errors(op, bench.implementations(op, with_peers=False)["triton"], x)
+    assert 0 < error < 1e-2
+    assert 0 < gradient_error < 2e-2
+
+
+def stacked_read(x):
+    """A peer that takes the sources stacked."""
+    return [reference.attnres_read(list(bench.stacked(x).unbind()), x.query, x.gain, bench.EPS)]
+
+
+def test_errors_compare_the_gradients_of_stacked_sources():
+    x = bench.Inputs("attnres", 3, 16, 70, device="cpu")
+    error, gradient_error = bench.errors("attnres", stacked_read, x)
+    assert max(error, gradient_error) < 1e-2
+    wrong = bench.errors("attnres", lambda x: [stacked_read(x)[0] + 0.5 * bench.stacked(x)[1]], x)
+    assert min(wrong) > 0.1
+
+
+def test_peers_are_those_installed_and_fail_only_when_called(monkeypatch):
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: name == "fla")
+    monkeypatch.setitem(sys.modules, "fla.ops.attnres", None)
+    assert list(bench.peers()) == ["fla-core"]
+    with pytest.raises(ModuleNotFoundError):
+        bench.peers()["fla-core"](bench.Inputs("attnres", 2, 16, 3, device="cpu"))
