@@ -21,7 +21,7 @@ HOPPER = (9, 0)
 AMPERE = (8, 0)
 """The first with FlashAttention."""
 
-_VARLEN_HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # not in every torch that is supported
+_VARLEN_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters)  # they differ between versions of torch
 
 
 def preference(choice: Choice, device: torch.device) -> tuple[str, ...]:
@@ -79,13 +79,13 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor) -> Ten
         [B, T, H, head_dim].
     """
     B, T, H, _ = q.shape
-    options = {}
+    options = {"window_size": (-1, 0)} if "window_size" in _VARLEN_OPTIONS else {"is_causal": True}
     if H != k.shape[2]:
-        if _VARLEN_HAS_GQA:
+        if "enable_gqa" in _VARLEN_OPTIONS:
             options["enable_gqa"] = True
         else:
             k, v = (x.repeat_interleave(H // x.shape[2], dim=2) for x in (k, v))
     # T bounds every document's length; the true longest one would have to be read from the device
     rows = (x.flatten(0, 1) for x in (q, k, v))
-    y = varlen_attn(*rows, boundaries, boundaries, T, T, window_size=(-1, 0), **options)
+    y = varlen_attn(*rows, boundaries, boundaries, T, T, **options)
     return y.unflatten(0, (B, T))

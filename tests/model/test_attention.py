@@ -78,10 +78,10 @@ def packed_batch():
     return position, boundaries
 
 
-def one_by_one(q, k, v, ends_q, ends_k, max_q, max_k, *, window_size, enable_gqa=False):
+def one_by_one(q, k, v, ends_q, ends_k, max_q, max_k, *, is_causal=False, window_size=(-1, -1), enable_gqa=False):
     """What varlen_attn computes, a document at a time; q [M, H, head_dim]."""
     assert ends_q is ends_k
-    assert window_size == (-1, 0), "causal"
+    assert is_causal or window_size == (-1, 0)
     assert max_q == max_k >= ends_q.diff().max()
     parts = zip(*(x.tensor_split(ends_q[1:-1].tolist()) for x in (q, k, v)), strict=True)
     return torch.cat(
@@ -95,10 +95,10 @@ def one_by_one(q, k, v, ends_q, ends_k, max_q, max_k, *, window_size, enable_gqa
     )
 
 
-@pytest.mark.parametrize("has_gqa", [False, True], ids=["repeated", "grouped"])
-def test_documents_by_boundaries_equal_a_dense_mask(monkeypatch, has_gqa):
+@pytest.mark.parametrize("options", [{"is_causal"}, {"window_size"}, {"window_size", "enable_gqa"}], ids=str)
+def test_documents_by_boundaries_equal_a_dense_mask(monkeypatch, options):
     monkeypatch.setattr(backends, "varlen_attn", one_by_one)
-    monkeypatch.setattr(backends, "_VARLEN_HAS_GQA", has_gqa)
+    monkeypatch.setattr(backends, "_VARLEN_OPTIONS", options)
     monkeypatch.setattr(attention_module, "takes_boundaries", lambda *_: True)
     module, config = attention()
     position, boundaries = packed_batch()
@@ -107,6 +107,27 @@ def test_documents_by_boundaries_equal_a_dense_mask(monkeypatch, has_gqa):
     assert by_boundaries.mask is None
     expected = module(x, sequence_of(x[..., 0], position, config))
     torch.testing.assert_close(module(x, by_boundaries), expected, rtol=0, atol=1e-12)
+
+
+def test_boundaries_of_any_number_compile_to_one_graph(monkeypatch):
+    """Traced on a CPU; the kernel itself runs on a GPU only."""
+    monkeypatch.setattr(attention_module, "takes_boundaries", lambda *_: True)
+    module, config = attention()
+    position, boundaries = packed_batch()
+    x = torch.randn(2, 24, config.d_model, dtype=torch.float64)
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append(str(graph.graph))
+        return lambda *_: (x,)
+
+    torch.compiler.reset()
+    compiled = torch.compile(module, backend=keep, fullgraph=True)
+    for n_more in (0, 8, 40):
+        longer = torch.cat([boundaries, boundaries.new_full((n_more,), 48)])
+        compiled(x, sequence_of(x[..., 0], position, config, longer))
+    assert len(graphs) == 1
+    assert "_varlen_attn" in graphs[0]
 
 
 def test_boundaries_wait_for_a_kernel_that_takes_them():
@@ -121,7 +142,7 @@ def test_varlen_attn_takes_what_it_is_given():
     """Its signature changed between versions of torch."""
     parameters = inspect.signature(varlen_attn).parameters
     assert [*parameters][:7] == ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
-    assert "window_size" in parameters
+    assert {"window_size", "is_causal"} & set(parameters)
 
 
 def test_preference_is_the_fastest_of_the_device(monkeypatch):
