@@ -16,7 +16,7 @@ from rich.table import Table
 from lit_msar.analysis.cost import backbone, residual_cost, training_flops_per_token
 from lit_msar.model import DecoderConfig
 from lit_msar.model.decoder import Checkpointing
-from lit_msar.model.loss import CHUNK_LOGITS
+from lit_msar.model.loss import chunk_rows
 from lit_msar.residual import Residual, Vanilla, sites
 
 GIB = 2**30
@@ -167,10 +167,10 @@ def working_bytes(setup: Setup, layer: int) -> float:
 
 
 def head_bytes(setup: Setup) -> float:
-    """Logits of a chunk in bf16 and fp32 with their gradient, the hidden states' gradient, the head's own in fp32."""
-    chunk = min(setup.tokens, max(1, CHUNK_LOGITS // setup.config.vocab_size))
+    """Logits of a chunk, which become their gradient, the hidden states' gradient, the head's own in fp32 and bf16."""
     D, V = setup.config.d_model, setup.config.vocab_size
-    return chunk * V * (2 + 4 + 2) + 2 * setup.tokens * D + (4 + 2) * V * D
+    chunk = min(setup.tokens, chunk_rows(setup.tokens, V, 2))
+    return 2 * chunk * V + 2 * setup.tokens * D + (4 + 2) * V * D
 
 
 # ------------------------------------------------------------------------------------------ one GPU

@@ -8,8 +8,10 @@ from torch import Tensor
 IGNORED = -100
 """Target of a masked position."""
 
-CHUNK_LOGITS = 2**28
-"""Logits made at once: 1 GiB in fp32."""
+CHUNK_BYTES = 2**31
+"""Of the logits made at once: in the compute dtype on a GPU, else in fp32."""
+CHUNK_MULTIPLE = 256
+"""Rows of a chunk, for the products' sake."""
 
 
 class Losses(NamedTuple):
@@ -24,18 +26,32 @@ class Losses(NamedTuple):
 def cross_entropy(hidden: Tensor, head_weight: Tensor, targets: Tensor, chunk_size: int | None = None) -> Losses:
     """Negative log-likelihood of each target under logits `hidden head_weight^T`.
 
-    Logits are made a chunk of tokens at a time, in fp32 after the product, and turned at once into the gradients of the
-    sum, so that the backward makes none again: three products over V in all, and no [tokens, V] tensor is kept.
+    Logits are made a chunk of tokens at a time, used in fp32, and turned at once into the gradients of the sum, so that
+    the backward makes none again: three products over V in all, and no [tokens, V] tensor is kept.
 
     Args:
         hidden: [B, T, D], normed.
         head_weight: [V, D]; used in the dtype of `hidden`.
         targets: [B, T] int64, -100 where masked.
-        chunk_size: tokens at a time; None makes about 1 GiB of logits.
+        chunk_size: tokens at a time; None makes up to 2 GiB of logits.
     """
-    chunk_size = chunk_size or max(1, CHUNK_LOGITS // head_weight.shape[0])
+    chunk_size = chunk_size or chunk_rows(targets.numel(), head_weight.shape[0], logit_bytes(hidden))
     total, each = _CrossEntropy.apply(hidden.flatten(0, 1), head_weight, targets.flatten(), chunk_size)
     return Losses(total, each.view_as(targets))
+
+
+def chunk_rows(n_tokens: int, vocab_size: int, n_bytes: int) -> int:
+    """Tokens at a time, for logits of `n_bytes` each: equal chunks, as few as `CHUNK_BYTES` allows."""
+    most = max(1, CHUNK_BYTES // (n_bytes * vocab_size))
+    n_chunks = max(1, -(-n_tokens // most))
+    even = -(-n_tokens // n_chunks)
+    rounded = -(-even // CHUNK_MULTIPLE) * CHUNK_MULTIPLE
+    return rounded if rounded <= most else even
+
+
+def logit_bytes(hidden: Tensor) -> int:
+    """Of one logit while it is turned into its gradient."""
+    return hidden.element_size() if hidden.is_cuda else torch.promote_types(hidden.dtype, torch.float32).itemsize
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -55,7 +71,7 @@ class _CrossEntropy(torch.autograd.Function):
             if wants_rows:
                 drows[part] = dlogits @ weight
             if wants_weight:
-                dweight += dlogits.T @ rows[part]
+                _add_product(dweight, dlogits.T, rows[part])
         ctx.save_for_backward(drows, dweight)
         ctx.weight_dtype = head_weight.dtype
         ctx.mark_non_differentiable(each)
@@ -72,9 +88,33 @@ class _CrossEntropy(torch.autograd.Function):
         )
 
 
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a b; on a GPU the product is added in fp32 as it is made."""
+    if total.is_cuda and total.dtype != a.dtype:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
+
+
 def _chunk(rows: Tensor, weight: Tensor, targets: Tensor, wants_gradient: bool) -> tuple[Tensor, Tensor | None]:
     """Losses [n] in the wide dtype, and the gradient of their sum by the logits [n, V] in the rows' dtype."""
-    logits = (rows @ weight.T).to(torch.promote_types(rows.dtype, torch.float32))
+    logits = rows @ weight.T
+    if logits.is_cuda and logits.dtype != torch.float64:
+        from kernels.cross_entropy import cross_entropy_  # needs triton
+
+        losses = cross_entropy_(logits, targets, IGNORED, wants_gradient)
+        return losses, logits if wants_gradient else None
+    return plain_cross_entropy(logits, targets, wants_gradient)
+
+
+def plain_cross_entropy(logits: Tensor, targets: Tensor, wants_gradient: bool) -> tuple[Tensor, Tensor | None]:
+    """As `kernels.cross_entropy.cross_entropy_`, which it defines; fp32 logits are overwritten by the way.
+
+    Returns:
+        Losses [n], fp32 or wider, and the gradient of their sum by the logits [n, V] in their dtype.
+    """
+    dtype = logits.dtype
+    logits = logits.to(torch.promote_types(dtype, torch.float32))
     kept = targets != IGNORED
     index = targets.clamp(min=0).unsqueeze(1)  # a masked row picks any column; it is zeroed below
     log_sum = logits.logsumexp(1, keepdim=True)
@@ -83,4 +123,4 @@ def _chunk(rows: Tensor, weight: Tensor, targets: Tensor, wants_gradient: bool) 
         return losses, None
     probabilities = logits.sub_(log_sum).exp_()
     probabilities.scatter_add_(1, index, torch.full_like(log_sum, -1.0))
-    return losses, probabilities.mul_(kept.unsqueeze(1)).to(rows.dtype)
+    return losses, probabilities.mul_(kept.unsqueeze(1)).to(dtype)

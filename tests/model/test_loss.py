@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from lit_msar.model.loss import cross_entropy
+from lit_msar.model import loss
+from lit_msar.model.loss import chunk_rows, cross_entropy
 
 
 def plain(hidden, weight, targets):
@@ -77,3 +78,19 @@ def test_extreme_logits_stay_finite():
     losses.total.backward()
     assert losses.total.isfinite()
     assert hidden.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("n_tokens", [1, 255, 7000, 16384, 100_000])
+@pytest.mark.parametrize("vocab_size", [97, 16384, 152064])
+def test_chunks_are_even_and_within_their_bytes(n_tokens, vocab_size):
+    rows = chunk_rows(n_tokens, vocab_size, 2)
+    assert 2 * rows * vocab_size <= loss.CHUNK_BYTES
+    n_chunks = -(-n_tokens // rows)
+    assert (n_chunks - 1) * rows < n_tokens
+    least = -(-n_tokens * 2 * vocab_size // loss.CHUNK_BYTES)
+    assert n_chunks <= least + 1
+
+
+def test_a_vocabulary_larger_than_a_chunk_goes_row_by_row(monkeypatch):
+    monkeypatch.setattr(loss, "CHUNK_BYTES", 100)
+    assert chunk_rows(10, 97, 2) == 1
