@@ -26,7 +26,7 @@ class _ScoreBlock(torch.autograd.Function):
         taps = tensors[n_reads + n_sources :]
         stacked = torch.stack([float32(query) for query in queries])
         held = tuple(map(aligned, given))
-        taps_32 = tuple(map(float32, taps)) or (stacked,)
+        taps_32 = tuple(map(float32, taps))
         sources = Sources(held, taps_32, position)
         B, T, _, N = sources.shape
         logits, rstd = score(spec, sources, stacked)

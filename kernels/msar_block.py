@@ -50,12 +50,12 @@ class _OpenBlock(torch.autograd.Function):
         taps = tensors[n_reads + n_sources :]
         stacked = torch.stack([float32(query) for query in queries])
         held = tuple(map(aligned, given))
-        taps_32 = tuple(map(float32, taps)) or (stacked,)
+        taps_32 = tuple(map(float32, taps))
         sources = Sources(held, taps_32, position)
         B, T, D, _ = sources.shape
         logits, rstd = score(spec, sources, stacked)
         weights, lse, scale = softmax_over_sources(logits, rstd)
-        retrieved = retrieve_block(spec, sources, weights, scale)
+        retrieved = retrieve_block(spec, sources, weights, rstd, scale)
         ctx.save_for_backward(stacked, logits, weights, rstd, position, *taps_32, *held)
         ctx.spec, ctx.n_taps = spec, len(taps)
         ctx.dtypes = [x.dtype for x in (*queries, *taps)]
@@ -105,14 +105,14 @@ class _ReadBlock(torch.autograd.Function):
         kept_weight = None
         if partial is not None:
             queries, held = float32(query)[None], aligned(partial)
-            taps_32 = queries if taps is None else float32(taps)
-            sources = Sources([held], [taps_32], position)
+            taps_32 = float32(taps)
+            sources = Sources([held], () if taps is None else (taps_32,), position)
             logits, rstd = score(spec, sources, queries)
             a, base_weight, merged = torch.empty_like(rstd), torch.empty_like(lse), torch.empty_like(lse)
             depth_softmax.merge_kernel[(triton.cdiv(lse.numel(), depth_softmax.BLOCK),)](
                 logits, rstd, lse, scale_of_r, a, base_weight, merged, lse.numel(), BLOCK=depth_softmax.BLOCK
             )
-            r = retrieve(spec, sources, a, merged, (base, base_weight))
+            r = retrieve(spec, sources, a, rstd, merged, (base, base_weight))
             of_partial = (queries, held, taps_32, logits, rstd, a, base_weight)
             kept_weight, scale_of_r = base_weight * scale_of_r, merged
         h, of_gates = mix(spec, r, scale_of_r, mixer, source_dtype(retrieved.dtype))
@@ -132,8 +132,8 @@ class _ReadBlock(torch.autograd.Function):
         r, sources = base, None
         if kept_weight is not None:
             queries, held, taps, logits, rstd, a, base_weight = of_partial
-            sources = Sources([held], [taps], position, Buffers([held], [later]))
-            r = retrieve(spec, sources, a, scale_of_r, (base, base_weight))
+            sources = Sources([held], () if taps is None else (taps,), position, Buffers([held], [later]))
+            r = retrieve(spec, sources, a, rstd, scale_of_r, (base, base_weight))
         of_mix = mix_backward(
             spec,
             r,

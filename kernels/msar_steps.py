@@ -5,13 +5,14 @@ fp32. Retrieved streams are stored in the scratch dtype times a scale, their gra
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import torch
 import triton
 from torch import Tensor
 
-from kernels import combining, depth_softmax, streams, streams_backward
+from kernels import combining, depth_softmax, narrow, streams, streams_backward
 from kernels.gradients import Buffers
 from kernels.reference import Gate, n_taps
 from kernels.tiles import TRITON_DTYPES, table
@@ -54,11 +55,25 @@ class Sources:
     def __init__(
         self, tensors: Sequence[Tensor], taps: Sequence[Tensor], position: Tensor | None, buffers: Buffers | None = None
     ) -> None:
-        """`taps` has one group per source, or a single one for all; `buffers` takes gradients in the backward pass."""
+        """`taps` has one group per source, a single one for all, or none where no stream has any; `buffers` takes
+        gradients in the backward pass."""
         self.tensors, self.position, self.buffers = tuple(tensors), position, buffers
-        groups = tuple(taps) if len(taps) == len(tensors) else tuple(taps) * len(tensors)
+        x, N = self.tensors[0], len(self.tensors)
+        half = x.dtype == torch.bfloat16 and N <= narrow.MAX_SOURCES
+        self.compute = torch.float16 if half else torch.float32
+        groups = tuple(taps) or self.tensors[:1]  # without taps the kernels never follow the address
+        self.narrow_taps = x.new_empty(len(taps), *taps[0].shape, dtype=torch.float16) if half and taps else None
+        narrowed = groups if self.narrow_taps is None else self.narrow_taps.unbind()
         gradients = () if buffers is None else (buffers.given, buffers.out)
-        self.table = table(self.tensors, groups, *gradients)
+        # rows: sources, taps, taps in the dtype that computes; gradients to add to, gradients to write
+        self.table = table(self.tensors, per_source(groups, N), per_source(narrowed, N), *gradients)
+
+    @functools.cached_property
+    def norms(self) -> Tensor | None:
+        """Sums of |taps| for `narrow`, which fill the fp16 taps on the way; None without taps."""
+        if self.narrow_taps is None:
+            return None
+        return narrow.narrow_taps(self.table, self.narrow_taps, len(self.tensors))
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -78,6 +93,10 @@ class Sources:
             "DTYPE": TRITON_DTYPES[self.dtype],
             "num_warps": 1,
         }
+
+
+def per_source(groups: Sequence[Tensor], n_sources: int) -> tuple[Tensor, ...]:
+    return tuple(groups) if len(groups) == n_sources else tuple(groups) * n_sources
 
 
 def scratch_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -114,9 +133,10 @@ def softmax_over_sources(logits: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def retrieve(
-    spec: Spec, sources: Sources, weights: Tensor, scale: Tensor | None, base: tuple[Tensor, Tensor] | None = None
-) -> Tensor:
-    """The retrieved streams [P, m, D] of one read for weights [N, P, m].
+    spec: Spec, sources: Sources, weights: Tensor, rstd: Tensor, scale: Tensor | None,
+    base: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:  # fmt: skip
+    """The retrieved streams [P, m, D] of one read for weights and rstd [N, P, m].
 
     Args:
         scale: [P, m] for the scratch dtype; None for the plain values in the sources' dtype.
@@ -126,10 +146,13 @@ def retrieve(
     dtype = sources.dtype if scale is None else scratch_dtype(sources.dtype)
     out = weights.new_empty(B * T, spec.m, D, dtype=dtype)
     n_tiles = triton.cdiv(T, spec.steps)
+    compute, fit = torch.float32 if scale is None else sources.compute, None
+    if compute == torch.float16:
+        weights, fit = narrow.narrow_weights(weights[None], scale, rstd, sources.norms, D)
     streams.retrieve_kernel[(B * n_tiles, triton.cdiv(D, spec.block_d))](
-        sources.table, weights, scale, *(base or (None, None)), sources.position, out, T, N, B * T, n_tiles,
+        sources.table, weights, fit, scale, *(base or (None, None)), sources.position, out, T, N, B * T, n_tiles,
         STEPS=spec.steps, BLOCK_D=spec.block_d, EVEN=T % spec.steps == 0, SCALED=scale is not None,
-        BASE=base is not None, **sources.constants(spec),
+        BASE=base is not None, COMPUTE=TRITON_DTYPES[compute], **sources.constants(spec),
     )  # fmt: skip
     return out
 
@@ -139,16 +162,25 @@ def by_token(x: Tensor) -> Tensor:
     return x.permute(1, 2, 3, 0).contiguous()
 
 
-def retrieve_block(spec: Spec, sources: Sources, weights: Tensor, scale: Tensor) -> Tensor:
-    """The retrieved streams [R, P, m, D] of R reads of the same sources, in the scratch dtype; weights [R, N, P, m]."""
+def retrieve_block(spec: Spec, sources: Sources, weights: Tensor, rstd: Tensor, scale: Tensor) -> Tensor:
+    """The retrieved streams [R, P, m, D] of R reads of the same sources, in the scratch dtype.
+
+    Args:
+        weights: [R, N, P, m]; rstd: [N, P, m]; scale: [P, m].
+    """
     B, T, D, N = sources.shape
     R = len(weights)
     out = weights.new_empty(R, B * T, spec.m, D, dtype=scratch_dtype(sources.dtype))
-    steps = max(1, 32 // R)
+    if sources.compute == torch.float16:
+        weights, fit = narrow.narrow_weights(weights, scale, rstd, sources.norms, D)
+        steps = max(1, 64 // R)
+    else:
+        weights, fit, steps = by_token(weights), None, max(1, 32 // R)
     n_tiles = triton.cdiv(T, steps)
     streams.retrieve_block_kernel[(spec.m, B * n_tiles, triton.cdiv(D, 64))](
-        sources.table, by_token(weights), scale, sources.position, out, T, N, B * T, n_tiles,
-        READS=R, STEPS=steps, BLOCK_D=64, EVEN=T % steps == 0, **sources.constants(spec),
+        sources.table, weights, fit, scale, sources.position, out, T, N, B * T, n_tiles,
+        READS=R, STEPS=steps, BLOCK_D=64, EVEN=T % steps == 0, COMPUTE=TRITON_DTYPES[sources.compute],
+        **sources.constants(spec),
     )  # fmt: skip
     return out
 

@@ -12,11 +12,13 @@ import triton
 import triton.language as tl
 
 from kernels.tiles import (
-    as_float32,
+    computed,
     convolved,
     first_tap,
     learned,
+    load_fit,
     load_rows,
+    load_values,
     n_streams,
     raw_rows,
     seen_at,
@@ -45,11 +47,12 @@ def score_read_kernel(
     t_oldest = t_first - (WINDOW - 1)
     p_oldest = tensor_at(p_table, n, DTYPE) + (b.to(tl.int64) * T + t_oldest) * D
     p_taps = tensor_at(p_table, N + n, tl.float32)
-    squares = zeros(M * STEPS, BLOCK_D)
-    dots = zeros(M * STEPS, BLOCK_D)
+    squares = zeros(M * STEPS, BLOCK_D, tl.float32)
+    dots = zeros(M * STEPS, BLOCK_D, tl.float32)
     for d in range(0, D, BLOCK_D):
         o_d = d + tl.arange(0, BLOCK_D)
-        rows = as_float32(raw_rows(p_oldest, t_oldest, o_d, T, D, WINDOW - 1, STEPS, EVEN), WINDOW - 1 + STEPS)
+        raw = raw_rows(p_oldest, t_oldest, o_d, T, D, WINDOW - 1, STEPS, EVEN)
+        rows = computed(raw, 1.0, WINDOW - 1 + STEPS, tl.float32)
         new_squares = ()
         new_dots = ()
         for j in tl.static_range(M):
@@ -103,11 +106,12 @@ def score_stream(
     t_oldest = t_first - (WIDTH - 1)
     p_oldest = tensor_at(p_table, n, DTYPE) + (b.to(tl.int64) * T + t_oldest) * D
     p_taps = tensor_at(p_table, N + n, tl.float32) + first_tap(SIZES, j) * D
-    squares = zeros(STEPS, BLOCK_D)
-    dots = zeros(READS * STEPS, BLOCK_D)
+    squares = zeros(STEPS, BLOCK_D, tl.float32)
+    dots = zeros(READS * STEPS, BLOCK_D, tl.float32)
     for d in range(0, D, BLOCK_D):
         o_d = d + tl.arange(0, BLOCK_D)
-        rows = as_float32(raw_rows(p_oldest, t_oldest, o_d, T, D, WIDTH - 1, STEPS, EVEN), WIDTH - 1 + STEPS)
+        raw = raw_rows(p_oldest, t_oldest, o_d, T, D, WIDTH - 1, STEPS, EVEN)
+        rows = computed(raw, 1.0, WIDTH - 1 + STEPS, tl.float32)
         b_taps = load_rows(p_taps, o_d, D, learned(SIZES, j))
         b_query = ()
         for r in tl.static_range(READS):
@@ -133,18 +137,20 @@ def score_stream(
 
 @triton.jit
 def retrieve_kernel(
-    p_table, p_weights, p_scale, p_base, p_base_weight, p_position, p_out, T, N, P, n_tiles,
+    p_table, p_weights, p_fit, p_scale, p_base, p_base_weight, p_position, p_out, T, N, P, n_tiles,
     SIZES: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr, BLOCK_D: tl.constexpr, PACKED: tl.constexpr,
-    EVEN: tl.constexpr, SCALED: tl.constexpr, BASE: tl.constexpr, DTYPE: tl.constexpr,
+    EVEN: tl.constexpr, SCALED: tl.constexpr, BASE: tl.constexpr, DTYPE: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """r [P, m, D] from softmax weights [N, P, m] known beforehand. One program: STEPS tokens of BLOCK_D channels.
 
     Needs nothing from other channels, so D is split over programs freely. EVEN: STEPS divides T. SCALED: r times the
     sources' smallest rstd [P, m], which is at most sqrt(D), so that fp16 holds it with 8 times bf16's precision.
     BASE: p_base [P, m, D] times p_base_weight [P, m] is added, what a read already has of other sources.
+    COMPUTE fp16: two channels an instruction; weights are fp16 too, p_scale and 1 / p_fit [N] already in them.
     """
     M: tl.constexpr = n_streams(SIZES)
     WINDOW: tl.constexpr = widest(SIZES)
+    NARROW: tl.constexpr = COMPUTE == tl.float16
     b = tl.program_id(0) // n_tiles
     t_first = (tl.program_id(0) % n_tiles) * STEPS
     o_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -160,90 +166,104 @@ def retrieve_kernel(
                 inside = t_first + s < T
                 mask = o_d < tl.where(inside, D, 0)
                 b_base = tl.load(p_base + first * M * D + (s * M + j) * D + o_d, mask=mask, other=0.0)
-                b_r += tl.load(p_base_weight + first * M + s * M + j, mask=inside, other=0.0) * b_base.to(tl.float32)
-            retrieved = retrieved + (b_r,)
+                kept = tl.load(p_base_weight + first * M + s * M + j, mask=inside, other=0.0)
+                if NARROW:
+                    kept *= tl.load(p_scale + first * M + s * M + j, mask=inside, other=1.0)
+                b_r += kept * b_base.to(tl.float32)
+            retrieved = retrieved + (b_r.to(COMPUTE),)
     upcoming = raw_rows(tensor_at(p_table, 0, DTYPE) + oldest, t_oldest, o_d, T, D, WINDOW - 1, STEPS, EVEN)
     for n in range(N):
-        rows = as_float32(upcoming, WINDOW - 1 + STEPS)
+        rows = computed(upcoming, load_fit(p_fit, n, COMPUTE), WINDOW - 1 + STEPS, COMPUTE)
         p_next = tensor_at(p_table, tl.minimum(n + 1, N - 1), DTYPE) + oldest
         upcoming = raw_rows(p_next, t_oldest, o_d, T, D, WINDOW - 1, STEPS, EVEN)
-        p_taps = tensor_at(p_table, N + n, tl.float32)
+        p_taps = tensor_at(p_table, (2 if NARROW else 1) * N + n, COMPUTE)
         p_a = p_weights + (n * P + first) * M
+        weights = ()
+        if NARROW:
+            for s in tl.static_range(STEPS):
+                weights = weights + (load_values(p_a + s * M, True if EVEN else t_first + s < T, M, COMPUTE),)
         updated = ()
         for j in tl.static_range(M):  # a stream at a time: only its taps are in registers
             b_taps = load_rows(p_taps + first_tap(SIZES, j) * D, o_d, D, learned(SIZES, j))
             for s in tl.static_range(STEPS):
                 inside = True if EVEN else t_first + s < T
-                a = tl.load(p_a + s * M + j, mask=inside, other=0.0)
+                if NARROW:
+                    a = weights[s][j]
+                else:
+                    a = tl.load(p_a + s * M + j, mask=inside, other=0.0)
                 window = seen_at(rows, p_position, first + s, inside, s, WINDOW, PACKED)
                 b_u = convolved(b_taps, window, 0, width(SIZES, j))
-                updated = updated + (retrieved[j * STEPS + s] + a * b_u,)
+                updated = updated + (tl.fma(a, b_u, retrieved[j * STEPS + s]),)
         retrieved = updated
     p_rows = p_out + first * M * D + o_d
     for s in tl.static_range(STEPS):
         inside = True if EVEN else t_first + s < T
         for j in tl.static_range(M):
             b_r = retrieved[j * STEPS + s]
-            if SCALED:
+            if SCALED and not NARROW:
                 b_r = b_r * tl.load(p_scale + (first + s) * M + j, mask=inside, other=1.0)
             tl.store(p_rows + (s * M + j) * D, b_r.to(p_out.dtype.element_ty), mask=o_d < tl.where(inside, D, 0))
 
 
 @triton.jit
 def retrieve_block_kernel(
-    p_table, p_weights, p_scale, p_position, p_out, T, N, P, n_tiles,
+    p_table, p_weights, p_fit, p_scale, p_position, p_out, T, N, P, n_tiles,
     SIZES: tl.constexpr, READS: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr, BLOCK_D: tl.constexpr,
-    PACKED: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr,
+    PACKED: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """r [READS, P, m, D] of several reads of the same sources, expanded once for all; weights [N, P, m, READS].
 
-    One program: STEPS tokens of BLOCK_D channels of one stream; r is scaled as in `retrieve_kernel`.
+    One program: STEPS tokens of BLOCK_D channels of one stream; scaling and COMPUTE are those of `retrieve_kernel`.
     """
     for j in tl.static_range(n_streams(SIZES)):
         if tl.program_id(0) == j:
             retrieve_stream(
-                p_table, p_weights, p_scale, p_position, p_out, T, N, P, n_tiles,
-                SIZES, j, READS, D, STEPS, BLOCK_D, PACKED, EVEN, DTYPE,
+                p_table, p_weights, p_fit, p_scale, p_position, p_out, T, N, P, n_tiles,
+                SIZES, j, READS, D, STEPS, BLOCK_D, PACKED, EVEN, DTYPE, COMPUTE,
             )  # fmt: skip
 
 
 @triton.jit
 def retrieve_stream(
-    p_table, p_weights, p_scale, p_position, p_out, T, N, P, n_tiles,
+    p_table, p_weights, p_fit, p_scale, p_position, p_out, T, N, P, n_tiles,
     SIZES: tl.constexpr, j: tl.constexpr, READS: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr,
-    BLOCK_D: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr,
+    BLOCK_D: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """The sums of one stream for all reads stay in registers while the sources go by."""
     M: tl.constexpr = n_streams(SIZES)
     WIDTH: tl.constexpr = width(SIZES, j)
+    NARROW: tl.constexpr = COMPUTE == tl.float16
     b = tl.program_id(1) // n_tiles
     t_first = (tl.program_id(1) % n_tiles) * STEPS
     o_d = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     sequence = b.to(tl.int64) * T
     first = sequence + t_first
     t_oldest = t_first - (WIDTH - 1)
-    retrieved = zeros(READS * STEPS, BLOCK_D)
+    retrieved = zeros(READS * STEPS, BLOCK_D, COMPUTE)
     p_first_weight = p_weights + (first * M + j) * READS
     for n in range(N):
         # constant offsets from one address: a weight costs its load and nothing else
         p_a = p_first_weight + n * tl.cast(P, tl.int64) * (M * READS)
         p_oldest = tensor_at(p_table, n, DTYPE) + (sequence + t_oldest) * D
-        rows = as_float32(raw_rows(p_oldest, t_oldest, o_d, T, D, WIDTH - 1, STEPS, EVEN), WIDTH - 1 + STEPS)
-        p_taps = tensor_at(p_table, N + n, tl.float32) + first_tap(SIZES, j) * D
+        raw = raw_rows(p_oldest, t_oldest, o_d, T, D, WIDTH - 1, STEPS, EVEN)
+        rows = computed(raw, load_fit(p_fit, n, COMPUTE), WIDTH - 1 + STEPS, COMPUTE)
+        p_taps = tensor_at(p_table, (2 if NARROW else 1) * N + n, COMPUTE) + first_tap(SIZES, j) * D
         b_taps = load_rows(p_taps, o_d, D, learned(SIZES, j))
         updated = ()
         for s in tl.static_range(STEPS):
             inside = True if EVEN else t_first + s < T
             window = seen_at(rows, p_position, first + s, inside, s, WIDTH, PACKED)
             b_u = convolved(b_taps, window, 0, WIDTH)
+            weights = load_values(p_a + s * M * READS, inside, READS, COMPUTE)
             for r in tl.static_range(READS):
-                a = tl.load(p_a + s * M * READS + r, mask=inside, other=0.0)
-                updated = updated + (retrieved[s * READS + r] + a * b_u,)
+                updated = updated + (tl.fma(weights[r], b_u, retrieved[s * READS + r]),)
         retrieved = updated
     for s in tl.static_range(STEPS):
         inside = True if EVEN else t_first + s < T
-        scale = tl.load(p_scale + (first + s) * M + j, mask=inside, other=1.0)
+        scale = 1.0 if NARROW else tl.load(p_scale + (first + s) * M + j, mask=inside, other=1.0)
         for r in tl.static_range(READS):
             p_r = p_out + ((r * P + first + s) * M + j) * D + o_d
-            b_r = (retrieved[s * READS + r] * scale).to(p_out.dtype.element_ty)
-            tl.store(p_r, b_r, mask=o_d < tl.where(inside, D, 0))
+            b_r = retrieved[s * READS + r]
+            if not NARROW:
+                b_r = b_r * scale
+            tl.store(p_r, b_r.to(p_out.dtype.element_ty), mask=o_d < tl.where(inside, D, 0))

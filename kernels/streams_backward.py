@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from kernels.tiles import (
-    as_float32,
+    computed,
     convolved,
     first_tap,
     history,
@@ -49,10 +49,11 @@ def dweights_read_kernel(
     first = b.to(tl.int64) * T + t_first
     p_oldest = tensor_at(p_table, n, DTYPE) + (b.to(tl.int64) * T + t_oldest) * D
     p_taps = tensor_at(p_table, N + n, tl.float32)
-    dots = zeros(M * STEPS, BLOCK_D)
+    dots = zeros(M * STEPS, BLOCK_D, tl.float32)
     for d in range(0, D, BLOCK_D):
         o_d = d + tl.arange(0, BLOCK_D)
-        rows = as_float32(raw_rows(p_oldest, t_oldest, o_d, T, D, WINDOW - 1, STEPS, EVEN), WINDOW - 1 + STEPS)
+        raw = raw_rows(p_oldest, t_oldest, o_d, T, D, WINDOW - 1, STEPS, EVEN)
+        rows = computed(raw, 1.0, WINDOW - 1 + STEPS, tl.float32)
         updated = ()
         for j in tl.static_range(M):
             b_taps = load_rows(p_taps + first_tap(SIZES, j) * D, o_d, D, learned(SIZES, j))
@@ -108,10 +109,11 @@ def dweights_stream(
     gradients = ()
     for r in tl.static_range(READS):
         gradients = gradients + (tensor_at(p_dr_table, r, DR_DTYPE) + (first * M + j) * D,)
-    dots = zeros(READS * STEPS, BLOCK_D)
+    dots = zeros(READS * STEPS, BLOCK_D, tl.float32)
     for d in range(0, D, BLOCK_D):
         o_d = d + tl.arange(0, BLOCK_D)
-        rows = as_float32(raw_rows(p_oldest, t_oldest, o_d, T, D, WIDTH - 1, STEPS, EVEN), WIDTH - 1 + STEPS)
+        raw = raw_rows(p_oldest, t_oldest, o_d, T, D, WIDTH - 1, STEPS, EVEN)
+        rows = computed(raw, 1.0, WIDTH - 1 + STEPS, tl.float32)
         b_taps = load_rows(p_taps, o_d, D, learned(SIZES, j))
         updated = ()
         for s in tl.static_range(STEPS):
@@ -146,7 +148,7 @@ def gradient_kernel(
     a store keeps the compiler from moving later loads before it.
 
     Args:
-        p_table: sources, taps, gradients to add to (if ADD), gradients to write.
+        p_table: sources, taps, taps in the dtype that computes, gradients to add to (if ADD), gradients to write.
         p_dr_table: one tensor [P, m, D] for all sources, or one per source (PER_SOURCE); or [P, D] that all streams
             share (SHARED).
         p_weights: [N, P, m], in the units of dr.
@@ -163,16 +165,16 @@ def gradient_kernel(
     o_d = tl.program_id(0) // N * BLOCK_D + tl.arange(0, BLOCK_D)
     sequence = b.to(tl.int64) * T
     p_source = tensor_at(p_table, n, DTYPE) + sequence * D
-    p_in = tensor_at(p_table, 2 * N + n, DTYPE) + sequence * D
-    p_out = tensor_at(p_table, 3 * N + n, DTYPE) + sequence * D
+    p_in = tensor_at(p_table, 3 * N + n, DTYPE) + sequence * D
+    p_out = tensor_at(p_table, 4 * N + n, DTYPE) + sequence * D
     p_dr = tensor_at(p_dr_table, n if PER_SOURCE else 0, DR_DTYPE)
     b_taps = load_rows(tensor_at(p_table, N + n, tl.float32), o_d, D, K)
     queries = ()
     if QUERY:
         queries = load_rows(p_query, o_d, D, M)
-    pending = zeros(WINDOW, BLOCK_D)  # dv of the last rows, newest first
-    dtaps = zeros(K, BLOCK_D)
-    dquery = zeros(M if QUERY else 0, BLOCK_D)
+    pending = zeros(WINDOW, BLOCK_D, tl.float32)  # dv of the last rows, newest first
+    dtaps = zeros(K, BLOCK_D, tl.float32)
+    dquery = zeros(M if QUERY else 0, BLOCK_D, tl.float32)
     window = history(p_source, t_first.to(tl.int64), o_d, D, WINDOW)
     for start in range(0, t_end - t_first + WINDOW - 1, UNROLL):
         t_now = t_first.to(tl.int64) + start
@@ -202,7 +204,7 @@ def gradient_kernel(
                 position = tl.load(p_position + first + s, mask=exists, other=0)
                 seen = visible(window, position, WINDOW)
             # unpacked, a multiply-add per tap goes straight into the pending rows; packed, a mask comes between
-            back = zeros(WINDOW, BLOCK_D)
+            back = zeros(WINDOW, BLOCK_D, tl.float32)
             if not PACKED:
                 back = pushed(pending, tl.zeros([BLOCK_D], tl.float32), WINDOW)
             new_dtaps = ()

@@ -77,19 +77,37 @@ def load_row(p_row, o_d, inside, D: tl.constexpr):
 
 @triton.jit
 def load_rows(p_first, o_d, D: tl.constexpr, COUNT: tl.constexpr):
-    """COUNT consecutive rows as a tuple of fp32 row tiles."""
+    """COUNT consecutive rows as a tuple of row tiles, in their own dtype."""
     rows = ()
     for i in tl.static_range(COUNT):
-        rows = rows + (tl.load(p_first + i * D + o_d, mask=o_d < D, other=0.0).to(tl.float32),)
+        rows = rows + (tl.load(p_first + i * D + o_d, mask=o_d < D, other=0.0),)
     return rows
 
 
 @triton.jit
-def zeros(COUNT: tl.constexpr, BLOCK_D: tl.constexpr):
+def load_values(p_first, inside, COUNT: tl.constexpr, DTYPE: tl.constexpr):
+    """COUNT consecutive values of DTYPE as a tuple of scalars; zeros where `inside` is false."""
+    values = ()
+    if DTYPE == tl.float16 and COUNT % 4 == 0:  # four to a load
+        p_words = p_first.to(tl.pointer_type(tl.int64))
+        for i in tl.static_range(COUNT // 4):
+            word = tl.load(p_words + i, mask=inside, other=0)
+            for k in tl.static_range(2):
+                pair = (word >> (32 * k)).to(tl.int32)
+                low, high = pair.to(tl.int16), (pair >> 16).to(tl.int16)
+                values = values + (low.to(tl.float16, bitcast=True), high.to(tl.float16, bitcast=True))
+    else:
+        for i in tl.static_range(COUNT):
+            values = values + (tl.load(p_first + i, mask=inside, other=0.0),)
+    return values
+
+
+@triton.jit
+def zeros(COUNT: tl.constexpr, BLOCK_D: tl.constexpr, DTYPE: tl.constexpr):
     """COUNT row tiles of zeros."""
     rows = ()
     for _ in tl.static_range(COUNT):
-        rows = rows + (tl.zeros([BLOCK_D], tl.float32),)
+        rows = rows + (tl.zeros([BLOCK_D], DTYPE),)
     return rows
 
 
@@ -137,11 +155,24 @@ def visible(window, position, LENGTH: tl.constexpr):
 
 
 @triton.jit
-def as_float32(rows, COUNT: tl.constexpr):
-    raised = ()
+def computed(rows, fit, COUNT: tl.constexpr, COMPUTE: tl.constexpr):
+    """Rows of a source in the dtype that computes: fp32, or fp16 times `fit`, a power of two."""
+    converted = ()
     for i in tl.static_range(COUNT):
-        raised = raised + (rows[i].to(tl.float32),)
-    return raised
+        if COMPUTE == tl.float16:
+            converted = converted + ((rows[i].to(tl.float32) * fit).to(tl.float16),)
+        else:
+            converted = converted + (rows[i].to(COMPUTE),)
+    return converted
+
+
+@triton.jit
+def load_fit(p_fit, n, COMPUTE: tl.constexpr):
+    """What `computed` multiplies rows of source n by; 1 without meaning where fp32 computes."""
+    fit = 1.0
+    if COMPUTE == tl.float16:
+        fit = tl.load(p_fit + n)
+    return fit
 
 
 @triton.jit
@@ -163,7 +194,7 @@ def convolved(taps, window, FIRST: tl.constexpr, WIDTH: tl.constexpr):
     else:
         u = taps[FIRST] * window[0]
         for i in tl.static_range(1, WIDTH):
-            u += taps[FIRST + i] * window[i]
+            u = tl.fma(taps[FIRST + i], window[i], u)
     return u
 
 
