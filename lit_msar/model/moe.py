@@ -73,8 +73,8 @@ class Router(Initialized):
         self.balance_bias += step - step.mean()
 
 
-class _PermuteRows(torch.autograd.Function):
-    """Rows `x[order // copies]`; the backward gathers too, so it needs no scatter and repeats bit for bit."""
+class _SortRows(torch.autograd.Function):
+    """Rows `x[order // copies]`: each of [N, D] as often as it was chosen, by expert. `_SumRows` is its backward."""
 
     @staticmethod
     def forward(ctx, x: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:
@@ -85,7 +85,26 @@ class _PermuteRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         (inverse,) = ctx.saved_tensors
-        return grad[inverse].unflatten(0, (-1, ctx.copies)).sum(1), None, None, None
+        return _sum_copies(grad, inverse, ctx.copies), None, None, None
+
+
+class _SumRows(torch.autograd.Function):
+    """Sums [N, D] of the rows [N k, D] of each token. Both directions gather: no scatter, the same bits each time."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.copies = copies
+        return _sum_copies(rows, inverse, copies)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (order,) = ctx.saved_tensors
+        return grad[order // ctx.copies], None, None, None
+
+
+def _sum_copies(rows: Tensor, inverse: Tensor, copies: int) -> Tensor:
+    return rows[inverse].unflatten(0, (-1, copies)).sum(1)
 
 
 _grouped_mm_outside_graph = torch.compiler.disable(F.grouped_mm)
@@ -129,28 +148,41 @@ class Experts(Initialized):
         inverse = torch.empty_like(order).scatter(0, order, torch.arange(order.numel(), device=order.device))
         ids = torch.arange(self.n_experts, device=x.device)
         ends = torch.searchsorted(sorted_experts, ids, right=True)  # [E], rows of experts 0..e end here
-        rows = _PermuteRows.apply(x, order, inverse, k)  # [N k, D]
-        apply = self._apply_experts
-        rows = apply(rows, ends) if self.exchange is None else self.exchange(rows, ends, apply)
-        y = _PermuteRows.apply(rows, inverse, order, 1).unflatten(0, (-1, k))  # [N, k, D]
-        combined = torch.bmm(route.weights.to(y.dtype).unsqueeze(1), y).squeeze(1)
-        return combined, torch.diff(ends, prepend=ends.new_zeros(1)).float()
+        rows = _SortRows.apply(x, order, inverse, k)  # [N k, D]
+        weights = _SortRows.apply(route.weights.to(x.dtype).flatten().unsqueeze(1), order, inverse, 1)  # [N k, 1]
+        if self.exchange is None:
+            rows = self._apply_experts(rows, ends, weights)
+        else:
+            rows = self.exchange(rows, ends, self._apply_experts) * weights
+        y = _SumRows.apply(rows, order, inverse, k)  # [N, D]
+        return y, torch.diff(ends, prepend=ends.new_zeros(1)).float()
 
-    def _apply_experts(self, rows: Tensor, ends: Tensor) -> Tensor:
+    def _apply_experts(self, rows: Tensor, ends: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Each row's expert's output, times the row's weight [M, 1].
+
+        The weight goes on the hidden channels, of which there are fewer, in the pass that makes them; and what `down`
+        gives need not be kept for the weight's gradient.
+        """
         # with an exchange, a parameter is this rank's experts alone
         gate_up, down = local_part(self.gate_up).to(rows.dtype), local_part(self.down).to(rows.dtype)
         if self._uses_grouped_mm(rows):
             offsets = ends.to(torch.int32)
-            hidden = swiglu(_grouped_mm(rows, gate_up.transpose(1, 2), offsets))
+            hidden = _weighted(swiglu(_grouped_mm(rows, gate_up.transpose(1, 2), offsets)), weights)
             return _grouped_mm(hidden, down.transpose(1, 2), offsets)
         sizes = torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
-        return torch.cat([swiglu(part @ gate_up[e].T) @ down[e].T for e, part in enumerate(rows.split(sizes))])
+        hidden = torch.cat([swiglu(part @ gate_up[e].T) for e, part in enumerate(rows.split(sizes))])
+        hidden = _weighted(hidden, weights)
+        return torch.cat([part @ down[e].T for e, part in enumerate(hidden.split(sizes))])
 
     def _uses_grouped_mm(self, x: Tensor) -> bool:
         if self.implementation == "auto":
             has_kernel = (torch.float32, torch.float16, torch.bfloat16) if x.device.type == "cpu" else (torch.bfloat16,)
             return x.dtype in has_kernel
         return self.implementation == "grouped_mm"
+
+
+def _weighted(hidden: Tensor, weights: Tensor | None) -> Tensor:
+    return hidden if weights is None else hidden * weights
 
 
 class DenseMLP(nn.Module):

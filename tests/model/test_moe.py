@@ -47,6 +47,17 @@ def test_experts_match_the_dense_sum_forward_and_backward(implementation, chosen
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-7)
 
 
+def test_what_down_gives_is_not_kept_for_the_backward():
+    """The weight sits on the hidden channels: its gradient needs those, not the [N k, D] outputs."""
+    experts = module_of(Experts)
+    kept = []
+    x, route = torch.randn(5, 32, requires_grad=True), Route(ROUTES["spread"], torch.rand(5, 2, requires_grad=True))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+        experts(x, route)
+    assert kept.count(torch.Size([10, 32])) == 1, "the sorted rows alone"
+    assert torch.Size([5, 2, 32]) not in kept
+
+
 def test_empty_expert_gets_a_gradient_of_exactly_zero_and_load_counts_every_choice():
     experts = module_of(Experts)
     chosen = ROUTES["empty-experts"]
