@@ -1,9 +1,10 @@
 """Instructions that the inner loops of the MSAR kernels issue, without a GPU: `python -m kernels.bench_issue`.
 
 Every kernel is compiled for sm_90 at D = 2112 and kernel sizes (1, 4, 8, 12), and the instructions of its loops are
-counted in the SASS per source, token and channel (per token and channel for the mix). A lane issues one instruction a
-clock and scheduler at best, which bounds the time from below: 132 SMs of 4 schedulers at 1.75 GHz. Kernels of two warps
-a scheduler have been measured at 50 to 70 % of that, the others at up to 100 %.
+counted in the SASS per source, token and channel (per token and channel for the mix, which forward has no loop and is
+counted whole). A lane issues one instruction a clock and scheduler at best, which bounds the time from below: 132 SMs of
+4 schedulers at 1.75 GHz. Kernels of two warps a scheduler have been measured at 50 to 70 % of that, the others at up to
+100 %.
 """
 
 import re
@@ -17,7 +18,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels import combining, mixing, streams, streams_backward
+from kernels import combining, mixing, mixing_backward, streams, streams_backward
 
 D, TOKENS = 2112, 8192
 READS, SOURCES = 8, 8
@@ -26,7 +27,11 @@ LOOP_MIN = 40  # instructions: shorter loops are set-up
 SHAPE = {"SIZES": (1, 4, 8, 12), "D": D, "PACKED": False, "DTYPE": tl.bfloat16, "BLOCK_D": 64, "p_position": None}
 TILE = SHAPE | {"EVEN": True}
 WALK = SHAPE | {"DR_DTYPE": tl.float16, "UNROLL": 4, "ADD": True, "SHARED": False}
-MIX = {"M": 4, "D": D, "SOFTMAX": False}
+MIX = {"M": 4, "D": D}
+MIX_ROWS = {"TILE": 1024, "TAIL": 128, "LANES": 128, "TOKENS": 1, "SOFTMAX": False, "MEAN": False}
+MIX_FACTORS = {"BLOCK_T": 4, "BLOCK_D": 256, "STAGES": 2, "SOFTMAX": False}
+MIX_GRADIENT = {"WIDTH": 4, "PARTS": 2, "DOT": "half", "GROUP": 4, "N_GROUPS": 256, "BLOCK_T": 32, "BLOCK_D": 64}
+MIX_GRADIENT |= {"STAGES": 3, "DOTS": False, "p_dots": None}
 NO_QUERY = {"QUERY": False, "p_slope": None, "p_query": None, "p_dquery": None}
 NO_BASE = {"BASE": False, "p_base": None, "p_base_weight": None}
 COMBINED = {"READS": READS, "WEIGHTED": True, "M": 4, "D": D, "BLOCK_T": 8, "BLOCK_N": 16, "BLOCK_K": 16, "BLOCK_D": 64}
@@ -37,6 +42,7 @@ TYPES = {
     "p_r": "*fp16",
     "p_dr": "*fp16",
     "p_du": "*fp16",
+    "p_parts": "*bf16",
     "p_table": "*i64",
     "p_dr_table": "*i64",
     "p_row_table": "*i64",
@@ -62,16 +68,9 @@ CASES = (
     Case("score, 8 reads", streams.score_kernel, TILE | {"STEPS": 4, "READS": READS}, 1, 8, SOURCES),
     Case("retrieve", streams.retrieve_kernel, TILE | NO_BASE | {"STEPS": 8, "SCALED": True}, 1, 16, SOURCES + 1),
     Case("retrieve, 8 reads", streams.retrieve_block_kernel, TILE | {"STEPS": 4, "READS": READS}, 1, 8, SOURCES),
-    Case("mix", mixing.mix_kernel, MIX | {"BLOCK_T": 8, "BLOCK_D": 64, "MEAN": False}, 4, 4, 1),
-    Case("mix backward, factors", mixing.mix_factors_kernel, MIX | {"BLOCK_T": 8, "BLOCK_D": 64}, 4, 4, 1),
-    Case(
-        "mix backward, gradients",
-        mixing.mix_gradient_kernel,
-        {"M": 4, "D": D, "BLOCK_T": 4, "BLOCK_D": 128, "DOTS": False, "p_dots": None},
-        4,
-        4,
-        1,
-    ),
+    Case("mix", mixing.mix_kernel, MIX | MIX_ROWS, 4, 16.5, 1),
+    Case("mix backward, factors", mixing_backward.factors_kernel, MIX | MIX_FACTORS, 4, 8, 1),
+    Case("mix backward, gradients", mixing_backward.gradient_kernel, MIX | MIX_GRADIENT, 4, 16, 1),
     Case(
         "weights' gradient",
         streams_backward.dweights_read_kernel,
@@ -139,6 +138,11 @@ def instructions(cubin: bytes) -> tuple[list[tuple[int, str]], int]:
     return [(int(address, 16), text) for address, text in found], int(registers[1])
 
 
+def operation(line: str) -> str:
+    """The operation's name, without its predicate and modifiers."""
+    return re.sub(r"^@!?U?P\w+\s+", "", line).split()[0].partition(".")[0]
+
+
 def in_loops(listing: list[tuple[int, str]]) -> list[str]:
     """Operation names of the instructions between a backward branch and its target."""
     names = []
@@ -147,7 +151,7 @@ def in_loops(listing: list[tuple[int, str]]) -> list[str]:
         if target is None or not int(target[1], 16) < address - 16 * LOOP_MIN:
             continue
         body = [line for at, line in listing if int(target[1], 16) <= at <= address]
-        names += [re.sub(r"^@!?U?P\w+\s+", "", line).split()[0].partition(".")[0] for line in body]
+        names += map(operation, body)
     return names
 
 
@@ -155,7 +159,7 @@ def main() -> int:
     print(f"{'kernel':<30}{'issued':>8}{'fp32':>7}{'loads':>7}{'spills':>8}{'registers':>11}{'at least':>12}")
     for case in CASES:
         listing, registers = instructions(compiled(case).asm["cubin"])
-        names = in_loops(listing)
+        names = in_loops(listing) or [operation(line) for _, line in listing]
         arithmetic = sum(name in ("FFMA", "FMUL", "FADD") for name in names)
         spills = sum(name in ("LDL", "STL") for name in names)
         issued = len(names) / case.per_turn

@@ -1,4 +1,4 @@
-"""The mix of an MSAR read and its backward pass, as launches of the kernels of `mixing`.
+"""The mix of an MSAR read and its backward pass, as launches of the kernels of `mixing` and `mixing_backward`.
 
 P = B T tokens, m streams. Small tensors, a value per token and stream, are fp32.
 """
@@ -9,15 +9,53 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels import mixing
+from kernels import mixing, mixing_backward
 from kernels.msar_steps import Spec
 
-MIX_TOKENS = 8
-MIX_GRADIENT_TOKENS = 64
-MIX_CHANNELS = 128
+MIX_TOKENS = 1  # that a program of the mix holds
+MIX_VALUES = 88  # at most, of those tokens, that a thread of it holds
 
 Mixer = tuple[Tensor, Tensor, Tensor]
 """Weight [m, m, D], scale [1] and bias [m], fp32."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """Tile and resources of a kernel of the backward pass."""
+
+    tokens: int
+    channels: int
+    num_warps: int
+    stages: int
+    resident: int = 1
+    """Programs that an SM has room for, where as many are launched."""
+
+    def options(self) -> dict[str, int]:
+        return {
+            "BLOCK_T": self.tokens,
+            "BLOCK_D": self.channels,
+            "STAGES": self.stages,
+            "num_warps": self.num_warps,
+        }
+
+
+def factors_tile(m: int) -> Tile:
+    return Tile(4, 256, num_warps=4, stages=2) if m <= 4 else Tile(2, 256, num_warps=4, stages=2)
+
+
+def gradient_tile(m: int, scratch: torch.dtype) -> Tile:
+    if scratch == torch.float32:  # products in fp32 take more registers and twice the bytes
+        return Tile(32, 32, num_warps=8, stages=1, resident=2)
+    return Tile(32, 64, num_warps=4, stages=3, resident=3) if m <= 4 else Tile(32, 64, num_warps=8, stages=2)
+
+
+def row_tiles(m: int, D: int, tokens: int = 1) -> dict[str, int]:
+    """How the programs of the mix lay their tokens' channels over threads."""
+    num_warps = min(16, max(1, triton.next_power_of_2(triton.cdiv(tokens * m * D, 32 * MIX_VALUES))))
+    tile = min(256 * num_warps, 1 << (D.bit_length() - 1))
+    lanes = min(32 * num_warps, tile)
+    tail = max(lanes, triton.next_power_of_2(D % tile)) if D % tile else 0
+    return {"TILE": tile, "TAIL": tail, "LANES": lanes, "num_warps": num_warps}
 
 
 def mix(
@@ -30,7 +68,8 @@ def mix(
     statistics = None if mixer is None else scale_of_r.new_empty(P, m + 1)
     mixing.mix_kernel[(triton.cdiv(P, MIX_TOKENS),)](
         retrieved, scale_of_r, weight, scale, bias, out, statistics, P, spec.eps,
-        M=m, D=D, BLOCK_T=MIX_TOKENS, BLOCK_D=64, SOFTMAX=spec.gate == "softmax", MEAN=mixer is None, num_warps=4,
+        M=m, D=D, TOKENS=MIX_TOKENS, SOFTMAX=spec.gate == "softmax", MEAN=mixer is None,
+        **row_tiles(m, D, MIX_TOKENS),
     )  # fmt: skip
     return out, statistics
 
@@ -59,20 +98,50 @@ def mix_backward(
     P, m, D = retrieved.shape
     weight, scale, bias = mixer
     empty = scale_of_r.new_empty
-    n_programs, n_groups, n_chunks = (
-        triton.cdiv(*pair) for pair in ((P, MIX_TOKENS), (P, MIX_GRADIENT_TOKENS), (D, MIX_CHANNELS))
-    )
-    factors, unit, partial = empty(P, 5 * m), empty(P, m), empty(n_programs, m + 1)
-    mixing.mix_factors_kernel[(n_programs,)](
-        retrieved, scale_of_r, dh, statistics, weight.abs().amax(-1), scale, bias, factors, unit, partial, P,
-        M=m, D=D, BLOCK_T=MIX_TOKENS, BLOCK_D=64, SOFTMAX=spec.gate == "softmax", num_warps=4,
+    n_parts, dot = precision(retrieved.dtype)
+    of_factors, tile = factors_tile(m), gradient_tile(m, retrieved.dtype)
+
+    weight_peak = empty(m * m)
+    parts = empty(2, m, m, D, dtype=torch.bfloat16) if n_parts == 2 else weight
+    mixing_backward.weight_kernel[(m * m,)](weight, parts, weight_peak, D=D, BLOCK=1024, PARTS=n_parts)
+
+    n_programs = triton.cdiv(P, of_factors.tokens)
+    factors, unit, partial = empty(P, 5 * m), empty(P, m), empty(n_programs, m + 2)
+    mixing_backward.factors_kernel[(n_programs,)](
+        retrieved, scale_of_r, dh, statistics, weight_peak, scale, bias, factors, unit, partial, P,
+        M=m, D=D, SOFTMAX=spec.gate == "softmax", **of_factors.options(),
     )  # fmt: skip
+
+    n_slices = triton.cdiv(D, tile.channels)
+    tokens = tokens_of_a_program(P, n_slices, tile, retrieved.device)
+    n_chunks = triton.cdiv(P, tokens)
     dr = retrieved if in_place else torch.empty_like(retrieved)
-    dweight, dots = empty(n_groups, m, m, D), empty(n_chunks, P, m) if with_mean else None
-    mixing.mix_gradient_kernel[(n_chunks, n_groups)](
-        retrieved, dr, dh, weight, factors, dweight, dots, P, MIX_GRADIENT_TOKENS,
-        M=m, D=D, BLOCK_T=4, BLOCK_D=MIX_CHANNELS, DOTS=with_mean, num_warps=4,
+    dweight, dots = empty(n_chunks, m, m, D), empty(n_slices, P, m) if with_mean else None
+    mixing_backward.gradient_kernel[(n_slices, n_chunks)](
+        retrieved, dr, dh, parts, factors, partial, dweight, dots, P, tokens,
+        M=m, D=D, WIDTH=product_width(m, n_parts), PARTS=n_parts, DOT=dot, GROUP=of_factors.tokens,
+        N_GROUPS=triton.next_power_of_2(triton.cdiv(tokens, of_factors.tokens)), DOTS=with_mean, **tile.options(),
     )  # fmt: skip
-    totals = partial.sum(0)
+    totals = partial[:, 1:].sum(0)
     mean = dots.sum(0) * unit / scale_of_r if with_mean else None
     return MixGradients(dr, unit, mean, (dweight.sum(0), totals[:1], totals[1:]))
+
+
+def precision(scratch: torch.dtype) -> tuple[int, str]:
+    """Parts of the small operands of products with streams of this dtype, and how the products are taken."""
+    if scratch == torch.float32:
+        return 1, "tf32x3"
+    # the interpreter cannot multiply bf16; raised operands give the same products
+    return 2, "ieee" if triton.knobs.runtime.interpret else "half"
+
+
+def product_width(m: int, n_parts: int) -> int:
+    """Columns for m values in a product that takes 16 or more: of every pair of parts."""
+    return max(16 // n_parts**2, triton.next_power_of_2(m))
+
+
+def tokens_of_a_program(P: int, n_slices: int, tile: Tile, device: torch.device) -> int:
+    """Tokens per program of the gradients such that all programs are resident at once: each leaves a partial dW."""
+    n_processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    n_chunks = max(1, tile.resident * n_processors // n_slices)
+    return triton.cdiv(triton.cdiv(P, n_chunks), tile.tokens) * tile.tokens

@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from kernels import attnres_read, combining, depth_softmax, mixing, streams, streams_backward
+from kernels import attnres_read, combining, depth_softmax, mixing, mixing_backward, streams, streams_backward
 
 D = 72
 SIZES = (1, 3)
@@ -23,7 +23,9 @@ WEIGHTS_ONLY = {"PER_SOURCE": False, "BEND": False, "QUERY": False}
 DQUERIES = {"READS": 2, "BLOCK_T": 32, "BLOCK_D": 64}
 COMBINED = {"READS": 2, "M": 2, "D": D, "BLOCK_T": 8, "BLOCK_N": 16, "BLOCK_K": 16, "BLOCK_D": 64}
 ATTNRES = {"D": D, "MAIN": 64, "TAIL": 32, "DTYPE": tl.bfloat16}
-MIX = {"M": 2, "D": D, "BLOCK_T": 4, "BLOCK_D": 64}
+MIX = {"M": 2, "D": D}
+MIX_ROWS = {"TILE": 64, "TAIL": 64, "LANES": 64, "TOKENS": 2}
+MIX_GRADIENT = {"GROUP": 4, "N_GROUPS": 16, "BLOCK_T": 32, "BLOCK_D": 64, "STAGES": 2, "DOTS": True}
 # the module's kernel, what it is compiled for, and warps
 KERNELS = [
     (attnres_read.forward_kernel, ATTNRES | {"TOKENS": 1}, 2),
@@ -45,9 +47,11 @@ KERNELS = [
     (depth_softmax.weights_kernel, {"BLOCK": 128}, 4),
     (depth_softmax.merge_kernel, {"BLOCK": 128}, 4),
     (depth_softmax.slopes_kernel, {"READS": 2, "UNITS": True, "MEANS": True, "BLOCK": 128}, 4),
-    (mixing.mix_kernel, MIX | {"SOFTMAX": False, "MEAN": False}, 4),
-    (mixing.mix_factors_kernel, MIX | {"SOFTMAX": True}, 4),
-    (mixing.mix_gradient_kernel, MIX | {"DOTS": True}, 4),
+    (mixing.mix_kernel, MIX | MIX_ROWS | {"SOFTMAX": False, "MEAN": False}, 2),
+    (mixing_backward.weight_kernel, {"D": D, "BLOCK": 64, "PARTS": 2}, 4),
+    (mixing_backward.factors_kernel, MIX | {"BLOCK_T": 4, "BLOCK_D": 64, "STAGES": 2, "SOFTMAX": True}, 4),
+    (mixing_backward.gradient_kernel, MIX | MIX_GRADIENT | {"WIDTH": 4, "PARTS": 2, "DOT": "half"}, 4),
+    (mixing_backward.gradient_kernel, MIX | MIX_GRADIENT | {"WIDTH": 16, "PARTS": 1, "DOT": "tf32x3"}, 4),
 ]
 COUNTS = ("T", "N", "P", "n_tiles", "n_segments", "n_tokens", "count", "tokens")
 TYPES = {
@@ -55,6 +59,7 @@ TYPES = {
     "p_dh": "*bf16",
     "p_r": "*fp16",
     "p_dr": "*fp16",
+    "p_parts": "*bf16",
     "p_base": "*fp16",
     "p_table": "*i64",
     "p_dr_table": "*i64",
@@ -68,13 +73,16 @@ TYPES = {
 
 
 def check(kernel, constants: dict, warps: int, all_one: bool) -> None:
+    types = TYPES
+    if constants.get("PARTS") == 1:  # a mix of fp32 streams
+        types = TYPES | dict.fromkeys(("p_r", "p_dr", "p_parts"), "*fp32")
     signature, fixed = {}, {}
     for place, name in enumerate(kernel.arg_names):
         value = constants.get(name, 1 if all_one and name in COUNTS else None)
         if value is None and name == "p_du":
             signature[name] = "*fp16" if constants["DTYPE"] == tl.float16 else "*fp32"
         elif value is None:
-            signature[name] = TYPES.get(name, "i32" if name in COUNTS else "*fp32")
+            signature[name] = types.get(name, "i32" if name in COUNTS else "*fp32")
         else:
             signature[name], fixed[(place,)] = "constexpr", value
     source = ASTSource(fn=kernel, signature=signature, constexprs=fixed)

@@ -1,0 +1,222 @@
+# ruff: noqa: RUF005  (Triton compiles `+` of tuples, not unpacking)
+"""Triton kernels of the backward pass of the mix (`mixing`), for dh [P, D].
+
+With c_k = scale rstd dz_k and f = sum_k c_k S_k rstd^2 / (m D):
+
+    dr_j = gate_j dh + sum_k c_k W_kj - f r_j           dW_kj = sum_t c_k r_j
+
+One kernel reads whole tokens for the factors of both lines, which are fp32 values per token and stream; the other owns
+some channels of many tokens and takes both sums over k and t as products on the tensor cores. dr_j is stored in units
+per token and stream, of a bound of its size.
+
+Products of fp16 streams take their small operands in two parts whose sum is as good as fp32: bf16 parts of c and W,
+which may be of any size, and fp16 parts of what multiplies r, in units of the largest of the program's tokens.
+"""
+
+import triton
+import triton.language as tl
+
+from kernels.mixing import gates_of
+
+
+@triton.jit
+def inverse_scales(p_scale, o_t, m_t, M: tl.constexpr):
+    """What a stored value of each stream counts, M vectors [BLOCK_T]."""
+    units = ()
+    for j in tl.static_range(M):
+        units = units + (1.0 / tl.load(p_scale + o_t * M + j, mask=m_t, other=1.0),)
+    return units
+
+
+@triton.jit
+def weight_kernel(p_weight, p_parts, p_peak, D: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr):
+    """The largest |W_kj| [m m], and with two PARTS W [m m, D] as bf16 [2, m m, D]: rounded, and what rounding lost."""
+    row = tl.program_id(0)
+    peaks = tl.zeros([BLOCK], tl.float32)
+    for d in range(0, D, BLOCK):
+        o = d + tl.arange(0, BLOCK)
+        b_w = tl.load(p_weight + row * D + o, mask=o < D, other=0.0)
+        peaks = tl.maximum(peaks, tl.abs(b_w))
+        if PARTS == 2:
+            b_high = b_w.to(tl.bfloat16)
+            tl.store(p_parts + row * D + o, b_high, mask=o < D)
+            p_low = p_parts + (tl.num_programs(0) + row) * D
+            tl.store(p_low + o, (b_w - b_high.to(tl.float32)).to(tl.bfloat16), mask=o < D)
+    tl.store(p_peak + row, tl.max(peaks, 0))
+
+
+@triton.jit
+def factors_kernel(
+    p_r, p_r_scale, p_dh, p_statistics, p_weight_peak, p_scale, p_bias, p_factors, p_unit, p_partial, P,
+    M: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+):  # fmt: skip
+    """Per token the factors of `gradient_kernel` [P, 5 m] and the units of dr [P, m]; per program [2 + m]: the largest
+    |c_k| times a stream's unit, and sums for scale and bias.
+
+    dr_j is at most gate_j max|dh| + sum_k |c_k| max|W_kj| + |f| sqrt(D) rms_j; in 2^-14 of that it cannot overflow, and
+    keeps fp16's full precision down to 2^-28 of it.
+    """
+    first = tl.program_id(0).to(tl.int64) * BLOCK_T
+    o_t = tl.arange(0, BLOCK_T)
+    m_t = o_t < P - first
+    p_r += first * M * D
+    p_dh += first * D
+    peaks = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
+    dots = ()
+    for _ in tl.static_range(M):
+        dots = dots + (tl.zeros([BLOCK_T, BLOCK_D], tl.float32),)
+    for d in tl.range(0, D, BLOCK_D, num_stages=STAGES):
+        o_d = d + tl.arange(0, BLOCK_D)
+        m_td = m_t[:, None] & (o_d < D)[None, :]
+        b_dh = tl.load(p_dh + o_t[:, None] * D + o_d[None, :], mask=m_td, other=0.0).to(tl.float32)
+        peaks = tl.maximum(peaks, tl.abs(b_dh))
+        updated = ()
+        for j in tl.static_range(M):
+            b_r = tl.load(p_r + (o_t * M + j)[:, None] * D + o_d[None, :], mask=m_td, other=0.0).to(tl.float32)
+            updated = updated + (dots[j] + b_r * b_dh,)
+        dots = updated
+    r_units = inverse_scales(p_r_scale + first * M, o_t, m_t, M)
+    scale = tl.load(p_scale)
+    p_statistics += first * (M + 1)
+    rstd = tl.load(p_statistics + o_t * (M + 1), mask=m_t, other=0.0)
+    sums = ()
+    z = ()
+    for k in tl.static_range(M):
+        sums = sums + (tl.load(p_statistics + o_t * (M + 1) + k + 1, mask=m_t, other=0.0),)
+        z = z + (scale * rstd * sums[k] + tl.load(p_bias + k),)
+    gates = gates_of(z, M, SOFTMAX)
+    dgates = ()
+    mean = tl.zeros([BLOCK_T], tl.float32)
+    largest_unit = r_units[0]
+    for k in tl.static_range(M):
+        dgates = dgates + (tl.sum(dots[k], 1) * r_units[k],)
+        mean += gates[k] * dgates[k]
+        largest_unit = tl.maximum(largest_unit, r_units[k])
+    f = tl.zeros([BLOCK_T], tl.float32)
+    dscale = tl.zeros([BLOCK_T], tl.float32)
+    largest = tl.zeros([BLOCK_T], tl.float32)
+    slopes = ()
+    p_program = p_partial + tl.program_id(0).to(tl.int64) * (M + 2)
+    for k in tl.static_range(M):
+        dz = gates[k] * (dgates[k] - mean) if SOFTMAX else gates[k] * (1.0 - gates[k]) * dgates[k]
+        dz = tl.where(m_t, dz, 0.0)
+        slopes = slopes + (scale * rstd * dz,)
+        largest = tl.maximum(largest, tl.abs(slopes[k]))
+        f += scale * dz * sums[k]
+        dscale += dz * sums[k] * rstd
+        tl.store(p_program + 2 + k, tl.sum(dz))
+    tl.store(p_program, tl.max(largest * largest_unit, 0))
+    tl.store(p_program + 1, tl.sum(dscale))
+    f = f * rstd * rstd * rstd / (M * D)
+    peak = tl.max(peaks, 1)
+    p_factor = p_factors + (first + o_t) * (5 * M)
+    for j in tl.static_range(M):
+        bound = gates[j] * peak + tl.abs(f) * r_units[j] * tl.sqrt(D + 0.0)
+        for k in tl.static_range(M):
+            bound += tl.abs(slopes[k]) * tl.load(p_weight_peak + k * M + j)
+        # the floor keeps a token without gradient from dividing by zero
+        unit = tl.maximum(bound, 1e-30) / 16384.0
+        tl.store(p_unit + (first + o_t) * M + j, unit, mask=m_t)
+        tl.store(p_factor + j, gates[j] / unit, mask=m_t)
+        tl.store(p_factor + M + j, f * r_units[j] / unit, mask=m_t)
+        tl.store(p_factor + 2 * M + j, slopes[j], mask=m_t)
+        tl.store(p_factor + 3 * M + j, 1.0 / unit, mask=m_t)
+        tl.store(p_factor + 4 * M + j, r_units[j], mask=m_t)
+
+
+@triton.jit
+def product(b_a, b_b, accumulator, DOT: tl.constexpr):
+    """accumulator + a b: `half` on the tensor cores as they are, otherwise in fp32 with that precision."""
+    if DOT == "half":
+        out = tl.dot(b_a, b_b, accumulator)
+    else:
+        out = tl.dot(b_a.to(tl.float32), b_b.to(tl.float32), accumulator, input_precision=DOT)
+    return out
+
+
+@triton.jit
+def part(b_x, second, DTYPE: tl.constexpr):
+    """x rounded to DTYPE, or where `second` what rounding lost."""
+    b_high = b_x.to(DTYPE)
+    return tl.where(second, (b_x - b_high.to(tl.float32)).to(DTYPE), b_high)
+
+
+@triton.jit
+def gradient_kernel(
+    p_r, p_dr, p_dh, p_parts, p_factors, p_partial, p_dweight, p_dots, P, tokens,
+    M: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, DOT: tl.constexpr,
+    GROUP: tl.constexpr, N_GROUPS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
+    DOTS: tl.constexpr,
+):  # fmt: skip
+    """dr [P, m, D] in its units, which may overwrite r; one partial dW [m, m, D] per program of `tokens` tokens.
+
+    Args:
+        p_parts: W [m m, D] in fp32, or with two PARTS as `weight_kernel` wrote them.
+        p_partial: [programs, 2 + m] of `factors_kernel`, of GROUP tokens each and N_GROUPS (or fewer) to a program.
+        p_dots: with DOTS dr_j . r_j in the units of both, summed over the program's channels: [D / BLOCK_D, P, m].
+        WIDTH: columns that hold m of them, in `DOT` products at least 16 for all pairs of PARTS.
+    """
+    o_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    m_d = o_d < D
+    begin = tl.program_id(1).to(tl.int64) * tokens
+    o_t = tl.arange(0, BLOCK_T)
+    # gates' sum over k: every part of c times every part of W
+    o_row = tl.arange(0, WIDTH * PARTS * PARTS)
+    k_row = o_row % WIDTH
+    weight_row = o_row // (WIDTH * PARTS) * (M * M) + k_row * M
+    second_c = (o_row // WIDTH % PARTS) == 1
+    weight = ()
+    for j in tl.static_range(M):
+        p_w = p_parts + (weight_row + j)[:, None] * D + o_d[None, :]
+        weight = weight + (tl.load(p_w, mask=(k_row < M)[:, None] & m_d[None, :], other=0.0),)
+    # dW's sum over tokens: every part of c, in columns of 8
+    o_col = tl.arange(0, 16)
+    k_col = o_col % 8
+    second_col = o_col >= 8
+    m_col = (k_col < M) & ((PARTS == 2) | (o_col < 8))
+    dweight = ()
+    for _ in tl.static_range(M):
+        dweight = dweight + (tl.zeros([BLOCK_D, 16], tl.float32),)
+    unit = 1.0
+    if PARTS == 2:
+        o_group = tl.arange(0, N_GROUPS)
+        m_group = (o_group < tl.cdiv(tokens, GROUP)) & (o_group < tl.cdiv(P - begin, GROUP))
+        p_group = p_partial + (begin // GROUP + o_group) * (M + 2)
+        unit = tl.maximum(tl.max(tl.load(p_group, mask=m_group, other=0.0), 0), 1e-30) / 16384.0
+    for start in tl.range(0, tokens, BLOCK_T, num_stages=STAGES):
+        first = begin + start
+        m_t = o_t < tl.minimum(tokens - start, P - first)
+        m_td = m_t[:, None] & m_d[None, :]
+        p_factor = p_factors + first * (5 * M) + o_t * (5 * M)
+        b_dh = tl.load(p_dh + first * D + (o_t[:, None] * D + o_d[None, :]), mask=m_td, other=0.0).to(tl.float32)
+        m_c = m_t[:, None] & (k_row < M)[None, :]
+        b_c = tl.load(p_factor[:, None] + (2 * M + k_row)[None, :], mask=m_c, other=0.0)
+        m_c = m_t[:, None] & m_col[None, :]
+        b_c_col = tl.load(p_factor[:, None] + (2 * M + k_col)[None, :], mask=m_c, other=0.0) / unit
+        if PARTS == 2:
+            b_c = part(b_c, second_c[None, :], tl.bfloat16)
+        updated = ()
+        for j in tl.static_range(M):
+            o_j = (o_t * M + j)[:, None] * D + o_d[None, :]
+            b_r = tl.load(p_r + first * (M * D) + o_j, mask=m_td, other=0.0)
+            b_sum = product(b_c, weight[j], tl.zeros([BLOCK_T, BLOCK_D], tl.float32), DOT)
+            b_dr = tl.load(p_factor + j, mask=m_t, other=0.0)[:, None] * b_dh
+            b_dr -= tl.load(p_factor + M + j, mask=m_t, other=0.0)[:, None] * b_r.to(tl.float32)
+            b_dr += tl.load(p_factor + 3 * M + j, mask=m_t, other=0.0)[:, None] * b_sum
+            b_factor = b_c_col * tl.load(p_factor + 4 * M + j, mask=m_t, other=0.0)[:, None]
+            if PARTS == 2:
+                b_factor = part(b_factor, second_col[None, :], tl.float16)
+            updated = updated + (product(tl.trans(b_r), b_factor, dweight[j], DOT),)
+            b_stored = b_dr.to(p_dr.dtype.element_ty)
+            tl.store(p_dr + first * (M * D) + o_j, b_stored, mask=m_td)
+            if DOTS:
+                p_dot = p_dots + (tl.program_id(0).to(tl.int64) * P + first + o_t) * M + j
+                tl.store(p_dot, tl.sum(b_stored.to(tl.float32) * b_r.to(tl.float32), 1), mask=m_t)
+        dweight = updated
+    p_program = p_dweight + tl.program_id(1).to(tl.int64) * M * M * D
+    o_k = tl.arange(0, 8)
+    for j in tl.static_range(M):
+        b_sum = tl.sum(tl.reshape(dweight[j], [BLOCK_D, 2, 8]), 1) * unit
+        p_row = p_program + (o_k * M + j)[None, :] * D + o_d[:, None]
+        tl.store(p_row, b_sum, mask=(o_k < M)[None, :] & m_d[:, None])

@@ -1,0 +1,141 @@
+"""The mix against float64, apart from the reads that use it: every number of streams, both scratch dtypes."""
+
+import pytest
+import torch
+from kernel_inputs import DEVICE, relative_error
+
+from kernels import reference
+
+pytest.importorskip("triton")
+
+from kernels import msar_mix
+from kernels.msar_steps import Spec
+
+EPS = 1e-5
+# h, dr and dmixer: fp16 streams are given as they are stored, so that their rounding is in both
+BOUND = {torch.float32: (1e-5, 1e-5), torch.float16: (5e-3, 1e-3)}
+
+
+class Case:
+    """Streams as a retrieval stores them, a mixer, and dh."""
+
+    def __init__(self, P=13, m=3, D=40, scratch=torch.float32, gate="sigmoid", seed=0):
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(*shape, scale=1.0):
+            return scale * torch.randn(*shape, generator=generator)
+
+        self.spec = Spec((1,) * m, gate, EPS)
+        self.dtype = torch.bfloat16 if scratch == torch.float16 else scratch
+        # streams of very different sizes, as their scales are for
+        scale = normal(P, m).exp()
+        stored = normal(P, m, D) if scratch == torch.float32 else normal(P, m, D).clamp(-8, 8)
+        self.stored, self.scale = stored.to(scratch).to(DEVICE), scale.to(DEVICE)
+        mixer = normal(m, m, D, scale=D**-0.5), 1 + normal(1, scale=0.2), normal(m)
+        self.mixer = tuple(x.to(DEVICE) for x in mixer)
+        self.dh = normal(P, D).to(self.dtype).to(DEVICE)
+
+    def oracle(self) -> dict:
+        """h and all gradients in float64."""
+        r = self.stored.double() / self.scale.double()[..., None]
+        r, *mixer = (x.double().requires_grad_() for x in (r, *self.mixer))
+        h = reference.mix_streams(r[None], *mixer, gate=self.spec.gate, eps=EPS)[0]
+        h.backward(self.dh.double())
+        return {"h": h.detach(), "dr": r.grad, "mean": (r.grad * r.detach()).sum(-1)} | {
+            name: x.grad for name, x in zip(("dweight", "dscale", "dbias"), mixer, strict=True)
+        }
+
+    def run(self, in_place=False, with_mean=True) -> dict:
+        """The same from the kernels."""
+        stored = self.stored.clone()
+        h, statistics = msar_mix.mix(self.spec, stored, self.scale, self.mixer, self.dtype)
+        got = msar_mix.mix_backward(
+            self.spec, stored, self.scale, self.dh, self.mixer, statistics, in_place=in_place, with_mean=with_mean
+        )
+        assert (got.dr.data_ptr() == stored.data_ptr()) == in_place
+        out = {"h": h, "dr": got.dr.double() * got.unit.double()[..., None], "mean": got.mean}
+        return out | dict(zip(("dweight", "dscale", "dbias"), got.mixer, strict=True))
+
+    def check(self, **options):
+        expected, got = self.oracle(), self.run(**options)
+        for name, x in got.items():
+            if x is not None:
+                assert x.isfinite().all(), name
+                bound = BOUND[self.stored.dtype][name != "h"]
+                assert relative_error(x, expected[name]) <= bound, (name, relative_error(x, expected[name]))
+
+
+@pytest.mark.parametrize("scratch", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("m", range(2, 9))
+def test_mix_of_any_number_of_streams_matches_float64(m, scratch):
+    Case(m=m, scratch=scratch, gate="softmax" if m % 2 else "sigmoid").check()
+
+
+@pytest.mark.parametrize("D", [8, 24, 64, 72, 200, 1000])
+def test_mix_of_any_width_matches_float64(D):
+    Case(D=D, P=5, scratch=torch.float16).check()
+
+
+@pytest.mark.parametrize("P", [1, 31, 33, 150])
+def test_mix_of_any_number_of_tokens_matches_float64(P):
+    Case(P=P, m=2, D=16, scratch=torch.float16).check()
+
+
+def test_gradients_may_overwrite_the_streams():
+    case = Case(scratch=torch.float16)
+    apart, in_place = case.run(), case.run(in_place=True, with_mean=False)
+    assert in_place.pop("mean") is None
+    assert all(torch.equal(x, apart[name]) for name, x in in_place.items())
+
+
+@pytest.mark.parametrize("tokens", [2, 3])
+def test_programs_that_hold_several_tokens_match_float64(tokens, monkeypatch):
+    monkeypatch.setattr(msar_mix, "MIX_TOKENS", tokens)
+    Case(P=7, D=72, scratch=torch.float16).check()
+
+
+def test_dweight_keeps_its_precision_where_slopes_differ_by_orders_of_magnitude():
+    case = Case(P=64, m=4, D=32, scratch=torch.float16)
+    case.dh[::2] *= 1e-6
+    case.dh[1::8] *= 1e4
+    case.check()
+
+
+def test_tiny_gradients_stay_finite_and_in_proportion():
+    case = Case(scratch=torch.float16)
+    case.dh *= 2.0**-100  # a power of two, and no factor falls out of fp32
+    small = case.run()
+    case.dh *= 2.0**100
+    large = case.run()
+    for name in ("dr", "dweight", "dbias"):
+        torch.testing.assert_close(small[name].double() * 2.0**100, large[name].double(), rtol=1e-3, atol=1e-5)
+
+
+def test_tokens_without_gradient_get_zeros():
+    case = Case(P=9, scratch=torch.float16)
+    case.dh[3] = 0
+    assert case.run()["dr"][3].eq(0).all()
+
+
+def test_mix_without_a_mixer_is_the_mean():
+    case = Case(P=5, m=4, D=72, scratch=torch.float16)
+    h, statistics = msar_mix.mix(case.spec, case.stored, case.scale, None, torch.float32)
+    expected = (case.stored.double() / case.scale.double()[..., None]).mean(1)
+    assert statistics is None
+    assert relative_error(h, expected) <= 1e-6
+
+
+def test_two_runs_of_the_mix_are_bitwise_equal():
+    case = Case(P=70, m=4, D=72, scratch=torch.float16)
+    first, second = case.run(), case.run()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("m", [2, 4, 8])
+@pytest.mark.parametrize("D", [8, 1000, 2048, 2112, 2560, 8192])
+def test_row_tiles_cover_the_channels_once(m, D):
+    tiles = msar_mix.row_tiles(m, D)
+    n_full = D // tiles["TILE"]
+    assert n_full >= 1
+    assert 0 <= D - n_full * tiles["TILE"] <= tiles["TAIL"]
+    assert tiles["TILE"] % tiles["LANES"] == tiles["TAIL"] % tiles["LANES"] == 0
