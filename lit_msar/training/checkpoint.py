@@ -73,7 +73,9 @@ class Checkpoint(CheckpointCallback):
             return  # inside an accumulation window
         self._seen_step = step
         self._raise_if_writing_failed()
-        signal_number = self._interruption.agreed(trainer.strategy.root_device)
+        # over gloo where the strategy has it: there hosts wait for hosts, and none for its GPU
+        device = torch.device("cpu") if isinstance(trainer.strategy, FullyShard) else trainer.strategy.root_device
+        signal_number = self._interruption.agreed(device)
         if step % self.every_n_steps == 0 or signal_number:
             self.save(trainer)
         if signal_number and step < trainer.max_steps:
