@@ -203,14 +203,16 @@ def test_documents_by_boundaries_equal_a_dense_mask_on_a_gpu(compiled):
 @pytest.mark.gpu
 @pytest.mark.parametrize("choice", ["auto", "cudnn", "flash", "efficient", "math"])
 def test_backends_agree_on_a_gpu(choice):
-    config = small_config(d_model=64, head_dim=32, attention=choice)
-    assert usable_backend(config, torch.bfloat16, torch.device("cuda")) == (choice if choice != "auto" else "cudnn")
+    gpu = torch.device("cuda")
+    # not every torch has grouped queries in the efficient kernel
+    config = small_config(d_model=64, head_dim=32, attention=choice, n_kv_heads=4 if choice == "efficient" else 2)
+    assert usable_backend(config, torch.bfloat16, gpu) == preference(choice, gpu)[0]
     module = Attention(config, config.output_std)
     initialize(module, 0)
     module.cuda()
     x = torch.randn(2, 128, 64, device="cuda", dtype=torch.bfloat16)
     sequence = sequence_of(x[..., 0], None, config)
     y = module(x, sequence)
-    expected = module(x.float(), Sequence(sequence.cos, sequence.sin, None)).to(x.dtype)
-    torch.testing.assert_close(y, expected, rtol=0.05, atol=1e-3)
+    expected = module(x.float(), Sequence(sequence.cos, sequence.sin, None))
+    assert (y.float() - expected).norm() < 0.02 * expected.norm()
     assert torch.isfinite(torch.autograd.grad(y.float().sum(), module.qkv.weight)[0]).all()
