@@ -2,9 +2,9 @@
 
 Every kernel is compiled for sm_90 at D = 2112 and kernel sizes (1, 4, 8, 12), and the instructions of its loops are
 counted in the SASS per source, token and channel (per token and channel for the mix, which forward has no loop and is
-counted whole). A lane issues one instruction a clock and scheduler at best, which bounds the time from below: 132 SMs of
-4 schedulers at 1.75 GHz. Kernels of two warps a scheduler have been measured at 50 to 70 % of that, the others at up to
-100 %.
+counted whole). A lane issues one instruction a clock and scheduler at best, which bounds the time from below: 132 SMs
+of 4 schedulers at 1.75 GHz. Kernels of two warps a scheduler have been measured at 50 to 70 % of that, the others at up
+to 100 %.
 """
 
 import re
@@ -18,7 +18,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels import combining, mixing, mixing_backward, streams, streams_backward
+from kernels import combining, mixing, mixing_backward, streams, streams_backward, walk
 
 D, TOKENS = 2112, 8192
 READS, SOURCES = 8, 8
@@ -26,7 +26,8 @@ ISSUED_PER_SECOND = 132 * 4 * 1.75e9 * 32  # by all lanes
 LOOP_MIN = 40  # instructions: shorter loops are set-up
 SHAPE = {"SIZES": (1, 4, 8, 12), "D": D, "PACKED": False, "DTYPE": tl.bfloat16, "BLOCK_D": 64, "p_position": None}
 TILE = SHAPE | {"EVEN": True}
-WALK = SHAPE | {"DR_DTYPE": tl.float16, "UNROLL": 4, "ADD": True, "SHARED": False}
+NARROW = {"COMPUTE": tl.float16}
+WALK = SHAPE | NARROW | {"DR_DTYPE": tl.float16, "UNROLL": 4, "ADD": True, "SHARED": False}
 MIX = {"M": 4, "D": D}
 MIX_ROWS = {"TILE": 1024, "TAIL": 128, "LANES": 128, "TOKENS": 1, "SOFTMAX": False, "MEAN": False}
 MIX_FACTORS = {"BLOCK_T": 4, "BLOCK_D": 256, "STAGES": 2, "SOFTMAX": False}
@@ -48,6 +49,7 @@ TYPES = {
     "p_row_table": "*i64",
     "eps": "fp32",
 }
+NARROW_TYPES = TYPES | dict.fromkeys(("p_weights", "p_slope", "p_bend", "p_query"), "*fp16")  # where fp16 computes
 COUNTS = ("T", "N", "P", "n_tiles", "n_segments", "SEGMENT", "count", "tokens")
 
 
@@ -66,33 +68,37 @@ ONE = {"PER_SOURCE": False, "BEND": True, "QUERY": True}
 CASES = (
     Case("score, one read", streams.score_read_kernel, TILE | {"STEPS": 4}, 1, 8, 1),
     Case("score, 8 reads", streams.score_kernel, TILE | {"STEPS": 4, "READS": READS}, 1, 8, SOURCES),
-    Case("retrieve", streams.retrieve_kernel, TILE | NO_BASE | {"STEPS": 8, "SCALED": True}, 1, 16, SOURCES + 1),
-    Case("retrieve, 8 reads", streams.retrieve_block_kernel, TILE | {"STEPS": 4, "READS": READS}, 1, 8, SOURCES),
+    Case(
+        "retrieve", streams.retrieve_kernel, TILE | NO_BASE | NARROW | {"STEPS": 8, "SCALED": True}, 1, 16, SOURCES + 1
+    ),
+    Case(
+        "retrieve, 8 reads", streams.retrieve_block_kernel, TILE | NARROW | {"STEPS": 8, "READS": READS}, 1, 16, SOURCES
+    ),
     Case("mix", mixing.mix_kernel, MIX | MIX_ROWS, 4, 16.5, 1),
     Case("mix backward, factors", mixing_backward.factors_kernel, MIX | MIX_FACTORS, 4, 8, 1),
     Case("mix backward, gradients", mixing_backward.gradient_kernel, MIX | MIX_GRADIENT, 4, 16, 1),
     Case(
         "weights' gradient",
         streams_backward.dweights_read_kernel,
-        TILE | {"STEPS": 8, "SHARED": False},
+        TILE | NARROW | {"STEPS": 8, "SHARED": False},
         1,
-        16,
+        32,
         SOURCES + 1,
     ),
     Case(
         "weights' gradient, 8 reads",
         streams_backward.dweights_kernel,
-        TILE | {"STEPS": 4, "READS": READS, "DR_DTYPE": tl.float16},
+        TILE | NARROW | {"STEPS": 4, "READS": READS, "DR_DTYPE": tl.float16},
         1,
-        8,
+        16,
         SOURCES,
     ),
     Case("queries' gradients, 8 reads", combining.dqueries_kernel, DQUERIES, 4, 16, SOURCES),
     Case("combine, 8 reads", combining.combine_kernel, COMBINED | {"DTYPE": tl.float16}, 4, 8, SOURCES),
-    Case("walk, scored in the read", streams_backward.gradient_kernel, WALK | ONE, 1, 8, 1),
+    Case("walk, scored in the read", walk.gradient_kernel, WALK | ONE, 1, 8, 1),
     Case(
         "walk, after combine",
-        streams_backward.gradient_kernel,
+        walk.gradient_kernel,
         WALK | NO_QUERY | {"PER_SOURCE": True, "BEND": True},
         1,
         8,
@@ -100,7 +106,7 @@ CASES = (
     ),
     Case(
         "walk, scored ahead",
-        streams_backward.gradient_kernel,
+        walk.gradient_kernel,
         WALK | NO_QUERY | {"PER_SOURCE": False, "BEND": False, "p_bend": None},
         1,
         8,
@@ -116,7 +122,8 @@ def compiled(case: Case):
         if name in case.constants:
             signature[name], fixed[(place,)] = "constexpr", case.constants[name]
             continue
-        signature[name] = TYPES.get(name, "i32" if name in COUNTS else "*fp32")
+        types = NARROW_TYPES if case.constants.get("COMPUTE") == tl.float16 else TYPES
+        signature[name] = types.get(name, "i32" if name in COUNTS else "*fp32")
         if name.startswith("p_") or name in ("T", "P"):
             hints[(place,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=case.kernel, signature=signature, constexprs=fixed, attrs=hints)
@@ -156,11 +163,11 @@ def in_loops(listing: list[tuple[int, str]]) -> list[str]:
 
 
 def main() -> int:
-    print(f"{'kernel':<30}{'issued':>8}{'fp32':>7}{'loads':>7}{'spills':>8}{'registers':>11}{'at least':>12}")
+    print(f"{'kernel':<30}{'issued':>8}{'math':>7}{'loads':>7}{'spills':>8}{'registers':>11}{'at least':>12}")
     for case in CASES:
         listing, registers = instructions(compiled(case).asm["cubin"])
         names = in_loops(listing) or [operation(line) for _, line in listing]
-        arithmetic = sum(name in ("FFMA", "FMUL", "FADD") for name in names)
+        arithmetic = sum(name in ("FFMA", "FMUL", "FADD", "HFMA2", "HMUL2", "HADD2") for name in names)
         spills = sum(name in ("LDL", "STL") for name in names)
         issued = len(names) / case.per_turn
         ms = issued * case.sources * TOKENS * D / ISSUED_PER_SECOND * 1e3

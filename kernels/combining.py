@@ -13,6 +13,7 @@ rows of the source, then the taps; tf32 for half-precision sources.
 import triton
 import triton.language as tl
 
+from kernels.narrow import GRADIENT_PEAK
 from kernels.tiles import first_tap, n_streams, tensor_at, width
 
 
@@ -61,9 +62,9 @@ def combine_kernel(
         m_weight = m_tn[:, :, None] & (o_k < FIRST)[None, None, :]
         b_weights = tl.load(p_scaled_weights + at, mask=m_weight, other=0.0)
     b_slopes = tl.load(p_slope + at, mask=m_slope, other=0.0) * b_peak[None, None, :]
-    # |dr| is at most 2^14 in its units, a scaled query at most 1: no sum exceeds 2^14 units, and the floor keeps a
-    # token without gradient from dividing by zero
-    b_bound = tl.sum(tl.abs(b_weights), 2) + tl.sum(tl.abs(b_slopes), 2) / 16384.0
+    # |dr| is at most GRADIENT_PEAK in its units, a scaled query at most 1: no sum exceeds GRADIENT_PEAK units, and the
+    # floor keeps a token without gradient from dividing by zero
+    b_bound = tl.sum(tl.abs(b_weights), 2) + tl.sum(tl.abs(b_slopes), 2) / GRADIENT_PEAK
     b_unit = tl.maximum(b_bound, 1e-30)
     tl.store(p_unit + o_n[None, :] * tl.cast(count, tl.int64) + (o_t * M + j)[:, None], b_unit, mask=m_tn)
     b_coefficients = ((b_weights + b_slopes) / b_unit[:, :, None]).to(DTYPE)  # [BLOCK_T, BLOCK_N, BLOCK_K]

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from kernels.mixing import gates_of
+from kernels.narrow import GRADIENT_PEAK
 
 
 @triton.jit
@@ -54,8 +55,8 @@ def factors_kernel(
     """Per token the factors of `gradient_kernel` [P, 5 m] and the units of dr [P, m]; per program [2 + m]: the largest
     |c_k| times a stream's unit, and sums for scale and bias.
 
-    dr_j is at most gate_j max|dh| + sum_k |c_k| max|W_kj| + |f| sqrt(D) rms_j; in 2^-14 of that it cannot overflow, and
-    keeps fp16's full precision down to 2^-28 of it.
+    dr_j is at most gate_j max|dh| + sum_k |c_k| max|W_kj| + |f| sqrt(D) rms_j, which is GRADIENT_PEAK units: what is
+    multiplied with it in fp16 stays in range too (`narrow`), and it keeps full precision down to 2^-17 of the bound.
     """
     first = tl.program_id(0).to(tl.int64) * BLOCK_T
     o_t = tl.arange(0, BLOCK_T)
@@ -116,7 +117,7 @@ def factors_kernel(
         for k in tl.static_range(M):
             bound += tl.abs(slopes[k]) * tl.load(p_weight_peak + k * M + j)
         # the floor keeps a token without gradient from dividing by zero
-        unit = tl.maximum(bound, 1e-30) / 16384.0
+        unit = tl.maximum(bound, 1e-30) / GRADIENT_PEAK
         tl.store(p_unit + (first + o_t) * M + j, unit, mask=m_t)
         tl.store(p_factor + j, gates[j] / unit, mask=m_t)
         tl.store(p_factor + M + j, f * r_units[j] / unit, mask=m_t)
@@ -153,7 +154,7 @@ def gradient_kernel(
 
     Args:
         p_parts: W [m m, D] in fp32, or with two PARTS as `weight_kernel` wrote them.
-        p_partial: [programs, 2 + m] of `factors_kernel`, of GROUP tokens each and N_GROUPS (or fewer) to a program.
+        p_partial: [programs, 2 + m] of `factors_kernel`, of GROUP tokens each, read N_GROUPS at a time.
         p_dots: with DOTS dr_j . r_j in the units of both, summed over the program's channels: [D / BLOCK_D, P, m].
         WIDTH: columns that hold m of them, in `DOT` products at least 16 for all pairs of PARTS.
     """
@@ -180,10 +181,13 @@ def gradient_kernel(
         dweight = dweight + (tl.zeros([BLOCK_D, 16], tl.float32),)
     unit = 1.0
     if PARTS == 2:
-        o_group = tl.arange(0, N_GROUPS)
-        m_group = (o_group < tl.cdiv(tokens, GROUP)) & (o_group < tl.cdiv(P - begin, GROUP))
-        p_group = p_partial + (begin // GROUP + o_group) * (M + 2)
-        unit = tl.maximum(tl.max(tl.load(p_group, mask=m_group, other=0.0), 0), 1e-30) / 16384.0
+        peaks = tl.full([N_GROUPS], 1e-30, tl.float32)
+        for start in range(0, tl.cdiv(tl.minimum(tokens, P - begin), GROUP), N_GROUPS):
+            o_group = start + tl.arange(0, N_GROUPS)
+            m_group = (o_group < tl.cdiv(tokens, GROUP)) & (o_group < tl.cdiv(P - begin, GROUP))
+            p_group = p_partial + (begin // GROUP + o_group) * (M + 2)
+            peaks = tl.maximum(peaks, tl.load(p_group, mask=m_group, other=0.0))
+        unit = tl.max(peaks, 0) / 16384.0
     for start in tl.range(0, tokens, BLOCK_T, num_stages=STAGES):
         first = begin + start
         m_t = o_t < tl.minimum(tokens - start, P - first)

@@ -12,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels import combining, depth_softmax, narrow, streams, streams_backward
+from kernels import combining, depth_softmax, narrow, streams, streams_backward, walk
 from kernels.gradients import Buffers
 from kernels.reference import Gate, n_taps
 from kernels.tiles import TRITON_DTYPES, table
@@ -61,6 +61,7 @@ class Sources:
         x, N = self.tensors[0], len(self.tensors)
         half = x.dtype == torch.bfloat16 and N <= narrow.MAX_SOURCES
         self.compute = torch.float16 if half else torch.float32
+        self._fits: tuple[Tensor, Tensor] | None = None
         groups = tuple(taps) or self.tensors[:1]  # without taps the kernels never follow the address
         self.narrow_taps = x.new_empty(len(taps), *taps[0].shape, dtype=torch.float16) if half and taps else None
         narrowed = groups if self.narrow_taps is None else self.narrow_taps.unbind()
@@ -74,6 +75,14 @@ class Sources:
         if self.narrow_taps is None:
             return None
         return narrow.narrow_taps(self.table, self.narrow_taps, len(self.tensors))
+
+    def fits(self, rstd: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """What `narrow.fit` says of the sources with rstd [N, P, m]; None where fp32 computes."""
+        if self.compute == torch.float32:
+            return None, None
+        if self._fits is None:
+            self._fits = narrow.fit(rstd, self.norms, self.tensors[0].shape[-1])
+        return self._fits
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -148,7 +157,8 @@ def retrieve(
     n_tiles = triton.cdiv(T, spec.steps)
     compute, fit = torch.float32 if scale is None else sources.compute, None
     if compute == torch.float16:
-        weights, fit = narrow.narrow_weights(weights[None], scale, rstd, sources.norms, D)
+        fit, _ = sources.fits(rstd)
+        weights = narrow.narrow_weights(weights[None], scale, fit)
     streams.retrieve_kernel[(B * n_tiles, triton.cdiv(D, spec.block_d))](
         sources.table, weights, fit, scale, *(base or (None, None)), sources.position, out, T, N, B * T, n_tiles,
         STEPS=spec.steps, BLOCK_D=spec.block_d, EVEN=T % spec.steps == 0, SCALED=scale is not None,
@@ -172,7 +182,8 @@ def retrieve_block(spec: Spec, sources: Sources, weights: Tensor, rstd: Tensor, 
     R = len(weights)
     out = weights.new_empty(R, B * T, spec.m, D, dtype=scratch_dtype(sources.dtype))
     if sources.compute == torch.float16:
-        weights, fit = narrow.narrow_weights(weights, scale, rstd, sources.norms, D)
+        fit, _ = sources.fits(rstd)
+        weights = narrow.narrow_weights(weights, scale, fit)
         steps = max(1, 64 // R)
     else:
         weights, fit, steps = by_token(weights), None, max(1, 32 // R)
@@ -201,7 +212,14 @@ class Scores:
     rstd: Tensor
 
 
-def weights_gradient(spec: Spec, sources: Sources, drs: Sequence[Tensor], dr_table: Tensor) -> Tensor:
+def computing_dtype(sources: Sources, dr_dtype: torch.dtype) -> torch.dtype:
+    """fp16 where both the sources and gradients in units of `narrow.GRADIENT_PEAK` allow it."""
+    return sources.compute if dr_dtype == torch.float16 else torch.float32
+
+
+def weights_gradient(
+    spec: Spec, sources: Sources, rstd: Tensor, drs: Sequence[Tensor], dr_table: Tensor
+) -> Tensor:  # fmt: skip
     """dr_rj . u_nj [R, N, P, m] in the units of dr: R tensors [P, m, D], or one [P, D] that all streams share."""
     B, T, _, N = sources.shape
     R = len(drs)
@@ -209,15 +227,17 @@ def weights_gradient(spec: Spec, sources: Sources, drs: Sequence[Tensor], dr_tab
     steps = spec.steps if R == 1 else max(1, 32 // R)
     n_tiles = triton.cdiv(T, steps)
     place = (T, N, B * T, n_tiles)
-    options = {"STEPS": steps, "EVEN": T % steps == 0, **sources.constants(spec)}
+    compute = computing_dtype(sources, drs[0].dtype)
+    fit, _ = sources.fits(rstd) if compute == torch.float16 else (None, None)
+    options = {"STEPS": steps, "EVEN": T % steps == 0, "COMPUTE": TRITON_DTYPES[compute], **sources.constants(spec)}
     if R == 1:
         streams_backward.dweights_read_kernel[(B * n_tiles * N,)](
-            sources.table, drs[0], out, sources.position, *place,
+            sources.table, drs[0], fit, out, sources.position, *place,
             SHARED=drs[0].ndim == 2, BLOCK_D=spec.block_d, **options,
         )  # fmt: skip
     else:
         streams_backward.dweights_kernel[(B * n_tiles * N, spec.m)](
-            sources.table, dr_table, out, sources.position, *place,
+            sources.table, dr_table, fit, out, sources.position, *place,
             READS=R, BLOCK_D=64, DR_DTYPE=TRITON_DTYPES[drs[0].dtype], **options,
         )  # fmt: skip
     return out
@@ -241,7 +261,7 @@ def sources_backward(
     B, T, D, N = sources.shape
     R, P, m = len(drs), B * T, spec.m
     dr_table = table(drs)
-    dweights = weights_gradient(spec, sources, drs, dr_table)
+    dweights = weights_gradient(spec, sources, scores.rstd, drs, dr_table)
     scaled, slope = torch.empty_like(dweights), torch.empty_like(dweights)
     bend = slope.new_empty(N, P, m)
     has_units = isinstance(units, Tensor)
@@ -251,15 +271,15 @@ def sources_backward(
         READS=R, UNITS=has_units, MEANS=means is not None, BLOCK=depth_softmax.BLOCK,
     )  # fmt: skip
     if R > 1:
-        dqueries, dtaps = walk_combined(spec, sources, drs, scores.queries, scaled, slope, bend)
+        dqueries, dtaps = walk_combined(spec, sources, drs, scores.queries, scaled, slope, bend, scores.rstd)
         return dqueries, dtaps, slope[0, :0]
-    options = {"shared": drs[0].ndim == 2, "dr_dtype": drs[0].dtype}
+    options = {"rstd": scores.rstd, "shared": drs[0].ndim == 2, "dr_dtype": drs[0].dtype}
     dquery, dtaps = slope.new_zeros(m, D), []
     if n_ahead:
-        dtaps += [walk(spec, sources, slice(0, n_ahead), dr_table, scaled[0], **options)[1]]
+        dtaps += [walk_sources(spec, sources, slice(0, n_ahead), dr_table, scaled[0], **options)[1]]
     if n_ahead < N:
         of_scores = (slope[0], bend, scores.queries[0])
-        dquery, rest = walk(spec, sources, slice(n_ahead, N), dr_table, scaled[0], of_scores, **options)
+        dquery, rest = walk_sources(spec, sources, slice(n_ahead, N), dr_table, scaled[0], of_scores, **options)
         dtaps += [rest]
     return dquery[None], torch.cat(dtaps), slope[0, :n_ahead] / scores.rstd[:n_ahead]
 
@@ -270,12 +290,12 @@ def scores_backward(
     """The backward pass of `score`, for dlogits [R, N, P, m]: gradients of queries and taps; sources' in buffers."""
     slope = dlogits * rstd
     bend = (slope * logits).sum(0) * rstd / sources.shape[2]
-    return walk_combined(spec, sources, (), queries, None, slope, bend)
+    return walk_combined(spec, sources, (), queries, None, slope, bend, rstd)
 
 
 def walk_combined(
     spec: Spec, sources: Sources, drs: Sequence[Tensor], queries: Tensor, scaled_weights: Tensor | None, slope: Tensor,
-    bend: Tensor,
+    bend: Tensor, rstd: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients of queries [R, m, D] and taps [N, K, D] from those of R reads' streams; sources' in their buffers."""
     B, T, D, N = sources.shape
@@ -288,22 +308,23 @@ def walk_combined(
         **sources.constants(spec) | {"num_warps": 4, "num_stages": 2},
     )  # fmt: skip
     dus, unit = combine(scratch_dtype(sources.dtype), drs, queries, scaled_weights, slope)
-    _, dtaps = walk(
-        spec, sources, slice(0, N), table(dus), unit, (None, bend, None), per_source=True, dr_dtype=dus[0].dtype
-    )
+    _, dtaps = walk_sources(
+        spec, sources, slice(0, N), table(dus), unit, (None, bend, None), rstd=rstd, per_source=True,
+        dr_dtype=dus[0].dtype,
+    )  # fmt: skip
     return dqueries.sum((0, 1)), dtaps
 
 
-def walk(
+def walk_sources(
     spec: Spec, sources: Sources, part: slice, dr_table: Tensor, weights: Tensor,
     of_scores: tuple[Tensor | None, Tensor, Tensor | None] | None = None,
-    *, dr_dtype: torch.dtype, shared: bool = False, per_source: bool = False,
+    *, rstd: Tensor, dr_dtype: torch.dtype, shared: bool = False, per_source: bool = False,
 ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
-    """Gradients of some of the sources, in their buffers, and of their taps; see `streams_backward.gradient_kernel`.
+    """Gradients of some of the sources, in their buffers, and of their taps; see `walk.gradient_kernel`.
 
     Args:
         dr_table: of one tensor, or of one per source of the part.
-        weights: [N, P, m] of all sources.
+        weights, rstd: [N, P, m] of all sources.
         of_scores: slope [N, P, m] (or None), bend [N, P, m] and query [m, D] (or None), where scores are part of it.
     Returns:
         Gradients of the query [m, D], None if not given, and of the taps [part, K, D].
@@ -313,14 +334,22 @@ def walk(
     slope, bend, query = of_scores or (None,) * 3
     dtaps = weights.new_empty(N, B * n_segments, spec.K, D)
     dquery = None if query is None else weights.new_empty(N, B * n_segments, spec.m, D)
-    streams_backward.gradient_kernel[(triton.cdiv(D, spec.block_d) * N, B * n_segments)](
-        sources.table[:, part].contiguous(), dr_table, weights[part], None if slope is None else slope[part],
-        None if bend is None else bend[part], query, sources.position, dtaps, dquery,
-        T, N, B * T, n_segments, SEGMENT,
+    weights, slope, bend = (None if x is None else x[part] for x in (weights, slope, bend))
+    compute, fit, dfit, peak = computing_dtype(sources, dr_dtype), None, None, None
+    if compute == torch.float16:
+        fit, room = (x[part] for x in sources.fits(rstd))
+        small, dfit, query, peak = narrow.narrow_gradients(weights, slope, bend, query, rstd[part], (fit, room), D)
+        weights, bend, slope = small[0], None if bend is None else small[1], None if slope is None else small[2]
+    walk.gradient_kernel[(triton.cdiv(D, spec.block_d) * N, B * n_segments)](
+        sources.table[:, part].contiguous(), dr_table, weights, slope, bend, query, fit, dfit, sources.position, dtaps,
+        dquery, T, N, B * T, n_segments, SEGMENT,
         PER_SOURCE=per_source, SHARED=shared, BEND=bend is not None, QUERY=query is not None, BLOCK_D=spec.block_d,
-        UNROLL=4, ADD=sources.buffers.add, DR_DTYPE=TRITON_DTYPES[dr_dtype], **sources.constants(spec),
+        UNROLL=4, ADD=sources.buffers.add, DR_DTYPE=TRITON_DTYPES[dr_dtype], COMPUTE=TRITON_DTYPES[compute],
+        **sources.constants(spec),
     )  # fmt: skip
-    return None if query is None else dquery.sum((0, 1)), dtaps.sum(1)
+    if dquery is not None:
+        dquery = dquery.sum((0, 1)) if peak is None else dquery.sum((0, 1)) / peak[:, None]
+    return dquery, dtaps.sum(1)
 
 
 def combine(

@@ -3,9 +3,12 @@
 Expansions and their transposes are computed in fp16 with 8 times the precision of bf16; logits and norms, whose error
 is an error of a whole row, stay in fp32. Powers of two, one per source and measured on the device, put it in range:
 
-    |v| fit <= PEAK        |u|, |partial sums of u| <= PEAK taps        taps = sum of |taps| of a channel + m <= 2^9
+    |v| fit <= PEAK        |u| fit, partial sums of u too <= PEAK taps        taps = sum of |taps| of a channel + m
+    |du| dfit <= PEAK      |dv| dfit, partial sums of dv too <= PEAK taps
 
-A row that is 2^-18 of the source's largest, in norm, still keeps fp16's 11 bits; smaller ones lose a bit per octave.
+With PEAK taps <= 2^12, products of gradients in units (at most GRADIENT_PEAK) and u stay below 2^15, and so do sums of
+eight products of du and v. A row 2^-18 times as large as the source's largest keeps fp16's 11 bits, a smaller one loses
+a bit per octave.
 """
 
 import torch
@@ -14,12 +17,13 @@ import triton.language as tl
 from torch import Tensor
 
 PEAK = tl.constexpr(64.0)
-TAPS_PEAK = tl.constexpr(
-    512.0
-)  # of a channel's taps, beyond which sources are scaled down: PEAK TAPS_PEAK is half of fp16's range
+TAPS_PEAK = tl.constexpr(64.0)  # sources with larger taps are scaled down
+GRADIENT_PEAK = tl.constexpr(8.0)  # the largest value of a stream's gradient in its units
+FP16_MAX = tl.constexpr(65504.0)
 MAX_SOURCES = 32  # every source rounds the sums over sources once more
 TAPS_BLOCK = 128
 BLOCK = 128
+PEAK_BLOCK = 1024
 
 
 @triton.jit
@@ -43,50 +47,103 @@ def narrow_taps_kernel(p_table, p_taps, p_norms, N, K, D, BLOCK_D: tl.constexpr)
 
 @triton.jit
 def power_of_two(x):
-    """The largest power of two up to x, positive, within what bf16 and its inverse hold."""
+    """The largest power of two up to x, positive, within what fp32 and its inverse hold."""
     x = tl.minimum(tl.maximum(x, 1e-30), 1e30)
     return (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def channel_taps(p_norms, group, n_norms, M: tl.constexpr, LEARNED: tl.constexpr, NORMS: tl.constexpr):
-    """The largest sum of |taps| of a channel over all streams, an identity stream's tap being 1 (or counted as 1)."""
-    total = M + 0.0
+def fit_kernel(p_smallest_rstd, p_norms, p_fit, group_step, n_norms, M, D, LEARNED: tl.constexpr, NORMS: tl.constexpr):
+    """`fit` of every source and the factor min(1, TAPS_PEAK / taps), [2, N].
+
+    |v| is bounded by its norm: rstd of the identity stream is at most 1 / rms, and |v| <= sqrt(D) rms.
+
+    Args:
+        p_smallest_rstd: [N], of the identity stream.
+        p_norms: [G, n_norms], group_step 1 for G = N and 0 for G = 1; left out without LEARNED taps.
+    """
+    n = tl.program_id(0)
+    taps = M + 0.0  # an identity stream's tap is 1; one too many for the others does no harm
     if LEARNED:
         o = tl.arange(0, NORMS)
-        total += tl.max(tl.load(p_norms + group * n_norms + o, mask=o < n_norms, other=0.0))
-    return total
+        taps += tl.max(tl.load(p_norms + n * group_step * n_norms + o, mask=o < n_norms, other=0.0))
+    room = tl.minimum(TAPS_PEAK / taps, 1.0)
+    tl.store(p_fit + n, power_of_two(tl.load(p_smallest_rstd + n) * (PEAK * room / tl.sqrt(D + 0.0))))
+    tl.store(p_fit + tl.num_programs(0) + n, room)
 
 
 @triton.jit
 def narrow_weights_kernel(
-    p_weights, p_scale, p_smallest_rstd, p_norms, p_narrow, p_fit, N, count, group_step, n_norms, D,
-    READS: tl.constexpr, M: tl.constexpr, LEARNED: tl.constexpr, NORMS: tl.constexpr, BLOCK: tl.constexpr,
+    p_weights, p_scale, p_fit, p_narrow, N, count, READS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Weights for a retrieval in fp16 [N, count, READS], with the scale of r and the inverse of `fit` in them.
 
-    The bound of |v| is that of its norm: rstd of the identity stream is at most 1 / rms, and |v| <= sqrt(D) rms.
-
     Args:
-        p_weights: [READS, N, count]; p_scale: [count].
-        p_smallest_rstd: [N], of the identity stream; p_norms: [G, n_norms], group_step 1 for G = N and 0 for G = 1.
-        p_fit: [N], written: what the sources' values are multiplied by.
+        p_weights: [READS, N, count]; p_scale: [count]; p_fit: [N].
     """
     n = tl.program_id(1)
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    taps = channel_taps(p_norms, n * group_step, n_norms, M, LEARNED, NORMS)
-    fit = power_of_two(
-        tl.load(p_smallest_rstd + n) / tl.sqrt(D + 0.0) * PEAK * tl.minimum(TAPS_PEAK / taps, 1.0)
-    )  # fmt: skip
-    if tl.program_id(0) == 0:
-        tl.store(p_fit + n, fit)
-    b_factor = tl.load(p_scale + o, mask=o < count, other=0.0) / fit
+    b_factor = tl.load(p_scale + o, mask=o < count, other=0.0) / tl.load(p_fit + n)
     for r in tl.static_range(READS):
         at = (tl.cast(r * N, tl.int64) + n) * count + o
         b_weight = tl.load(p_weights + at, mask=o < count, other=0.0) * b_factor
         # beyond fp16 only where a row is 2^-17 of the source's largest: finite then
-        b_weight = tl.minimum(b_weight, 65504.0).to(tl.float16)
+        b_weight = tl.minimum(b_weight, FP16_MAX).to(tl.float16)
         tl.store(p_narrow + (n.to(tl.int64) * count + o) * READS + r, b_weight, mask=o < count)
+
+
+@triton.jit
+def gradient_peaks_kernel(
+    p_weights, p_slope, p_bend, p_query_peak, p_rstd, p_peaks, count, D,
+    M: tl.constexpr, BEND: tl.constexpr, QUERY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Bounds of |du|, the largest of every tile of tokens and streams: [N, tiles].
+
+    Args:
+        p_weights, p_slope (QUERY), p_bend, p_rstd (BEND): [N, count]; p_query_peak: [M], the queries' largest values.
+    """
+    n = tl.program_id(1)
+    o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    at = n.to(tl.int64) * count + o
+    b_peak = tl.abs(tl.load(p_weights + at, mask=o < count, other=0.0)) * GRADIENT_PEAK
+    if BEND:
+        b_bend = tl.load(p_bend + at, mask=o < count, other=0.0)
+        b_peak += tl.abs(b_bend) * tl.sqrt(D + 0.0) / tl.load(p_rstd + at, mask=o < count, other=1.0)
+    if QUERY:
+        b_slope = tl.load(p_slope + at, mask=o < count, other=0.0)
+        b_peak += tl.abs(b_slope) * tl.load(p_query_peak + o % M, mask=o < count, other=0.0)
+    tl.store(p_peaks + n * tl.num_programs(0) + tl.program_id(0), tl.max(b_peak))
+
+
+@triton.jit
+def narrow_gradients_kernel(
+    p_weights, p_slope, p_bend, p_query_peak, p_peak, p_fit, p_room, p_narrow, p_dfit, N, count,
+    M: tl.constexpr, BEND: tl.constexpr, QUERY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """What a walk weights by, in fp16 and for du times `dfit`: weights, and bend and slope if asked for, [3, N, count].
+
+    Args:
+        p_weights, p_slope, p_bend, p_query_peak: as for `gradient_peaks_kernel`; p_peak: [N], the largest of its peaks.
+        p_fit, p_room: [N], of `fit_kernel`.
+        p_dfit: [N], written.
+    """
+    n = tl.program_id(1)
+    o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    dfit = power_of_two(PEAK * tl.load(p_room + n) / tl.maximum(tl.load(p_peak + n), 1e-30))
+    if tl.program_id(0) == 0:
+        tl.store(p_dfit + n, dfit)
+    at = n.to(tl.int64) * count + o
+    past = tl.cast(N, tl.int64) * count
+    b_weight = tl.load(p_weights + at, mask=o < count, other=0.0) * dfit
+    tl.store(p_narrow + at, b_weight.to(tl.float16), mask=o < count)
+    if BEND:  # of u times fit; beyond fp16 only where a row is far smaller than the source's largest
+        b_bend = tl.load(p_bend + at, mask=o < count, other=0.0) * (dfit / tl.load(p_fit + n))
+        b_bend = tl.minimum(tl.maximum(b_bend, -FP16_MAX), FP16_MAX)
+        tl.store(p_narrow + past + at, b_bend.to(tl.float16), mask=o < count)
+    if QUERY:  # of queries with 1 as their largest value
+        b_slope = tl.load(p_slope + at, mask=o < count, other=0.0)
+        b_slope *= tl.load(p_query_peak + o % M, mask=o < count, other=0.0) * dfit
+        tl.store(p_narrow + 2 * past + at, b_slope.to(tl.float16), mask=o < count)
 
 
 def narrow_taps(table: Tensor, taps: Tensor, n_sources: int) -> Tensor:
@@ -98,32 +155,59 @@ def narrow_taps(table: Tensor, taps: Tensor, n_sources: int) -> Tensor:
     return norms
 
 
-def narrow_weights(
-    weights: Tensor, scale: Tensor, rstd: Tensor, norms: Tensor | None, width: int
-) -> tuple[Tensor, Tensor]:
-    """What `streams.retrieve_kernel` takes in fp16.
+def fit(rstd: Tensor, norms: Tensor | None, width: int) -> tuple[Tensor, Tensor]:
+    """What rows of each source are multiplied by [N], and the share of the range that its taps leave [N].
 
     Args:
-        weights: [R, N, P, m]; scale: [P, m]; rstd: [N, P, m].
+        rstd: [N, P, m].
         norms: [G, tiles] of `narrow_taps`, None without taps.
         width: D.
-    Returns:
-        [N, P, m, R] in fp16, and the sources' scales [N].
     """
-    R, N, P, m = weights.shape
-    narrow, fit = weights.new_empty(N, P, m, R, dtype=torch.float16), weights.new_empty(N)
-    narrow_weights_kernel[(triton.cdiv(P * m, BLOCK), N)](
-        weights, scale, rstd[..., 0].amin(1), norms, narrow, fit, N, P * m, *group_of(norms), width,
-        READS=R, M=m, BLOCK=BLOCK, **norm_options(norms),
+    N, _, m = rstd.shape
+    out = rstd.new_empty(2, N)
+    step, count = (0, 1) if norms is None else (int(len(norms) > 1), norms.shape[1])
+    fit_kernel[(N,)](
+        rstd[..., 0].amin(1), norms, out, step, count, m, width,
+        LEARNED=norms is not None, NORMS=triton.next_power_of_2(count), num_warps=1,
     )  # fmt: skip
-    return narrow, fit
+    return out[0], out[1]
 
 
-def group_of(norms: Tensor | None) -> tuple[int, int]:
-    """Groups of taps from one source to the next, and norms per group."""
-    return (0, 1) if norms is None else (int(len(norms) > 1), norms.shape[1])
+def narrow_weights(weights: Tensor, scale: Tensor, fit: Tensor) -> Tensor:
+    """Weights [N, P, m, R] of retrievals in fp16, from weights [R, N, P, m], the scale of r [P, m] and `fit` [N]."""
+    R, N, P, m = weights.shape
+    narrow = weights.new_empty(N, P, m, R, dtype=torch.float16)
+    narrow_weights_kernel[(triton.cdiv(P * m, BLOCK), N)](
+        weights, scale, fit, narrow, N, P * m, READS=R, BLOCK=BLOCK, num_warps=4
+    )
+    return narrow
 
 
-def norm_options(norms: Tensor | None) -> dict:
-    count = 1 if norms is None else norms.shape[1]
-    return {"LEARNED": norms is not None, "NORMS": triton.next_power_of_2(count), "num_warps": 4}
+def narrow_gradients(
+    weights: Tensor, slope: Tensor | None, bend: Tensor | None, query: Tensor | None, rstd: Tensor,
+    fits: tuple[Tensor, Tensor], width: int,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """What a walk over N sources takes in fp16.
+
+    Args:
+        weights, slope, bend, rstd: [N, P, m], slope and bend None where they are not part of it.
+        query: [m, D], given with slope.
+        fits: of these sources, from `fit`.
+        width: D.
+    Returns:
+        Weights, bend and slope [3, N, P, m]; the powers of two in them [N]; the query with 1 as the largest value of a
+        stream in fp16, and what that counts [m].
+    """
+    N, P, m = weights.shape
+    peak = None if query is None else query.abs().amax(-1).clamp_min(1e-30)
+    narrow, dfit = weights.new_empty(3, N, P, m, dtype=torch.float16), weights.new_empty(N)
+    options = {"M": m, "BEND": bend is not None, "QUERY": query is not None, "num_warps": 4}
+    peaks = weights.new_empty(N, triton.cdiv(P * m, PEAK_BLOCK))
+    gradient_peaks_kernel[(peaks.shape[1], N)](
+        weights, slope, bend, peak, rstd, peaks, P * m, width,
+        BLOCK=PEAK_BLOCK, **options,
+    )  # fmt: skip
+    narrow_gradients_kernel[(triton.cdiv(P * m, BLOCK), N)](
+        weights, slope, bend, peak, peaks.amax(1), *fits, narrow, dfit, N, P * m, BLOCK=BLOCK, **options
+    )
+    return narrow, dfit, None if query is None else (query / peak[:, None]).half(), peak

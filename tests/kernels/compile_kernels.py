@@ -12,7 +12,17 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from kernels import attnres_read, combining, depth_softmax, mixing, mixing_backward, streams, streams_backward
+from kernels import (
+    attnres_read,
+    combining,
+    depth_softmax,
+    mixing,
+    mixing_backward,
+    narrow,
+    streams,
+    streams_backward,
+    walk,
+)
 
 D = 72
 SIZES = (1, 3)
@@ -22,6 +32,9 @@ WALK = {"BLOCK_D": 64, "UNROLL": 2, "SHARED": False, "DR_DTYPE": tl.float16, "AD
 WEIGHTS_ONLY = {"PER_SOURCE": False, "BEND": False, "QUERY": False}
 DQUERIES = {"READS": 2, "BLOCK_T": 32, "BLOCK_D": 64}
 COMBINED = {"READS": 2, "M": 2, "D": D, "BLOCK_T": 8, "BLOCK_N": 16, "BLOCK_K": 16, "BLOCK_D": 64}
+NARROW = {"COMPUTE": tl.float16}
+WIDE = {"COMPUTE": tl.float32, "p_fit": None, "p_dfit": None}
+NARROW_POINTERS = ("p_weights", "p_slope", "p_bend", "p_query")
 ATTNRES = {"D": D, "MAIN": 64, "TAIL": 32, "DTYPE": tl.bfloat16}
 MIX = {"M": 2, "D": D}
 MIX_ROWS = {"TILE": 64, "TAIL": 64, "LANES": 64, "TOKENS": 2}
@@ -32,15 +45,25 @@ KERNELS = [
     (attnres_read.backward_kernel, ATTNRES | {"TOKENS": 8, "NP": 4, "ADD": True}, 2),
     (streams.score_read_kernel, SOURCES | TILE, 1),
     (streams.score_kernel, SOURCES | TILE | {"READS": 2}, 1),
-    (streams.retrieve_kernel, SOURCES | TILE | {"SCALED": True, "BASE": True}, 1),
-    (streams.retrieve_block_kernel, SOURCES | TILE | {"READS": 2}, 1),
-    (streams_backward.dweights_read_kernel, SOURCES | TILE | {"SHARED": False}, 1),
-    (streams_backward.dweights_kernel, SOURCES | TILE | {"READS": 2, "DR_DTYPE": tl.float16}, 1),
+    (streams.retrieve_kernel, SOURCES | TILE | NARROW | {"SCALED": True, "BASE": True}, 1),
+    (streams.retrieve_kernel, SOURCES | TILE | WIDE | {"SCALED": False, "BASE": False}, 1),
+    (streams.retrieve_block_kernel, SOURCES | TILE | NARROW | {"READS": 4}, 1),
+    (streams.retrieve_block_kernel, SOURCES | TILE | WIDE | {"READS": 2}, 1),
+    (narrow.narrow_taps_kernel, {"BLOCK_D": 128}, 4),
+    (narrow.narrow_weights_kernel, {"READS": 2, "BLOCK": 128}, 4),
+    (narrow.fit_kernel, {"LEARNED": True, "NORMS": 4}, 1),
+    (narrow.gradient_peaks_kernel, {"M": 2, "BEND": True, "QUERY": True, "BLOCK": 1024}, 4),
+    (narrow.narrow_gradients_kernel, {"M": 2, "BEND": True, "QUERY": True, "BLOCK": 128}, 4),
+    (streams_backward.dweights_read_kernel, SOURCES | TILE | NARROW | {"SHARED": False}, 1),
+    (streams_backward.dweights_read_kernel, SOURCES | TILE | WIDE | {"SHARED": True}, 1),
+    (streams_backward.dweights_kernel, SOURCES | TILE | NARROW | {"READS": 2, "DR_DTYPE": tl.float16}, 1),
+    (streams_backward.dweights_kernel, SOURCES | TILE | WIDE | {"READS": 2, "DR_DTYPE": tl.float16}, 1),
     (combining.dqueries_kernel, SOURCES | DQUERIES | {"PRECISION": "tf32"}, 4),
     (combining.dqueries_kernel, SOURCES | DQUERIES | {"PRECISION": "ieee", "DTYPE": tl.float32}, 4),
-    (streams_backward.gradient_kernel, SOURCES | WALK | {"PER_SOURCE": False, "BEND": True, "QUERY": True}, 1),
-    (streams_backward.gradient_kernel, SOURCES | WALK | {"PER_SOURCE": True, "BEND": True, "QUERY": False}, 1),
-    (streams_backward.gradient_kernel, SOURCES | WALK | WEIGHTS_ONLY, 1),
+    (walk.gradient_kernel, SOURCES | WALK | NARROW | {"PER_SOURCE": False, "BEND": True, "QUERY": True}, 1),
+    (walk.gradient_kernel, SOURCES | WALK | WIDE | {"PER_SOURCE": False, "BEND": True, "QUERY": True}, 1),
+    (walk.gradient_kernel, SOURCES | WALK | NARROW | {"PER_SOURCE": True, "BEND": True, "QUERY": False}, 1),
+    (walk.gradient_kernel, SOURCES | WALK | NARROW | WEIGHTS_ONLY, 1),
     (combining.combine_kernel, COMBINED | {"WEIGHTED": True, "DTYPE": tl.float16}, 4),
     (combining.combine_kernel, COMBINED | {"WEIGHTED": False, "DTYPE": tl.float16}, 4),
     (combining.combine_kernel, COMBINED | {"WEIGHTED": True, "DTYPE": tl.float32}, 4),
@@ -53,7 +76,7 @@ KERNELS = [
     (mixing_backward.gradient_kernel, MIX | MIX_GRADIENT | {"WIDTH": 4, "PARTS": 2, "DOT": "half"}, 4),
     (mixing_backward.gradient_kernel, MIX | MIX_GRADIENT | {"WIDTH": 16, "PARTS": 1, "DOT": "tf32x3"}, 4),
 ]
-COUNTS = ("T", "N", "P", "n_tiles", "n_segments", "n_tokens", "count", "tokens")
+COUNTS = ("T", "N", "P", "K", "n_tiles", "n_segments", "n_tokens", "count", "tokens", "n_norms")
 TYPES = {
     "p_out": "*bf16",
     "p_dh": "*bf16",
@@ -65,7 +88,11 @@ TYPES = {
     "p_dr_table": "*i64",
     "p_row_table": "*i64",
     "p_position": "*i32",
+    "p_taps": "*fp16",
+    "p_narrow": "*fp16",
     "SEGMENT": "i32",
+    "group_step": "i32",
+    "M": "i32",
     "D": "i32",
     "eps": "fp32",
     "constant": "fp32",
@@ -79,7 +106,11 @@ def check(kernel, constants: dict, warps: int, all_one: bool) -> None:
     signature, fixed = {}, {}
     for place, name in enumerate(kernel.arg_names):
         value = constants.get(name, 1 if all_one and name in COUNTS else None)
-        if value is None and name == "p_du":
+        if name in NARROW_POINTERS and constants.get("COMPUTE") == tl.float16:
+            signature[name] = "*fp16"
+        elif name in constants:
+            signature[name], fixed[(place,)] = "constexpr", value
+        elif value is None and name == "p_du":
             signature[name] = "*fp16" if constants["DTYPE"] == tl.float16 else "*fp32"
         elif value is None:
             signature[name] = types.get(name, "i32" if name in COUNTS else "*fp32")

@@ -1,0 +1,217 @@
+# ruff: noqa: RUF005  (Triton compiles `+` of tuples, not unpacking)
+"""Triton kernel of the walk along time that turns gradients of a source's streams into those of source and taps.
+
+A program owns BLOCK_D channels of one source and walks along a segment of time, the last rows and the rows of dv that
+are not complete in registers; what belongs to a channel (gradients of taps and queries) gathers in registers on the
+way. Programs of the sources of one place run side by side, so that the L2 serves all but the first reader of dr.
+"""
+
+import triton
+import triton.language as tl
+
+from kernels.tiles import (
+    computed,
+    convolved,
+    first_tap,
+    learned,
+    load_fit,
+    load_rows,
+    load_values,
+    n_streams,
+    raw_rows,
+    seen_at,
+    tensor_at,
+    widest,
+    width,
+    zeros,
+)
+
+
+@triton.jit
+def gradient_kernel(
+    p_table, p_dr_table, p_weights, p_slope, p_bend, p_query, p_fit, p_dfit, p_position, p_dtaps, p_dquery,
+    T, N, P, n_segments, SEGMENT,
+    SIZES: tl.constexpr, PER_SOURCE: tl.constexpr, SHARED: tl.constexpr, BEND: tl.constexpr, QUERY: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr, ADD: tl.constexpr, PACKED: tl.constexpr,
+    DTYPE: tl.constexpr, DR_DTYPE: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """Gradients of sources and taps. One program: SEGMENT tokens of one source, in steps of UNROLL,
+    which divides SEGMENT.
+
+        du_nj = weight_nj dr_j + slope_nj query_j - bend_nj u_nj
+        dv_n[s] = sum_ji taps_nj[i] du_nj[s + i]      dtaps_nj[i] = sum_t du_nj[t] v_n[t - i]
+
+    The walk goes on for the widest tap beyond the segment, since later tokens reach back into it; a row's gradient
+    is complete, and leaves the window, when the widest tap has passed it. UNROLL steps load first and store last:
+    a store keeps the compiler from moving later loads before it.
+
+    COMPUTE fp16: v is multiplied by fit and du by dfit, see `narrow`; sums of UNROLL products of the two in fp16, of
+    those in fp32.
+
+    Args:
+        p_table: sources, taps, taps in the dtype that computes, gradients to add to (if ADD), gradients to write.
+        p_dr_table: one tensor [P, m, D] for all sources, or one per source (PER_SOURCE); or [P, D] that all streams
+            share (SHARED).
+        p_weights: [N, P, m], in the units of dr.
+        p_bend: [N, P, m], without BEND left out; p_slope: [N, P, m], p_query: [m, D], without QUERY left out; all of
+            COMPUTE, weights too.
+        p_fit, p_dfit: [N], for fp16.
+        p_dtaps: [N, B n_segments, K, D], one partial row set per program; p_dquery: likewise [N, B n_segments, m, D].
+    """
+    M: tl.constexpr = n_streams(SIZES)
+    K: tl.constexpr = first_tap(SIZES, M)
+    PAST: tl.constexpr = widest(SIZES) - 1
+    NARROW: tl.constexpr = COMPUTE == tl.float16
+    n = tl.program_id(0) % N
+    b = tl.program_id(1) // n_segments
+    t_first = (tl.program_id(1) % n_segments) * SEGMENT
+    t_end = tl.minimum(t_first + SEGMENT, T)
+    o_d = tl.program_id(0) // N * BLOCK_D + tl.arange(0, BLOCK_D)
+    sequence = b.to(tl.int64) * T
+    p_source = tensor_at(p_table, n, DTYPE) + sequence * D
+    p_in = tensor_at(p_table, 3 * N + n, DTYPE) + sequence * D
+    p_out = tensor_at(p_table, 4 * N + n, DTYPE) + sequence * D
+    p_dr = tensor_at(p_dr_table, n if PER_SOURCE else 0, DR_DTYPE)
+    b_taps = load_rows(tensor_at(p_table, (2 if NARROW else 1) * N + n, COMPUTE), o_d, D, K)
+    fit = load_fit(p_fit, n, COMPUTE)
+    dfit = load_fit(p_dfit, n, COMPUTE)
+    unit = 1.0 / dfit
+    queries = ()
+    if QUERY:
+        queries = load_rows(p_query, o_d, D, M)
+    pending = zeros(PAST, BLOCK_D, COMPUTE)  # dv of the last rows, oldest first
+    dtaps = zeros(K, BLOCK_D, tl.float32)
+    dquery = zeros(M if QUERY else 0, BLOCK_D, tl.float32)
+    t_start = t_first.to(tl.int64)
+    history = raw_rows(p_source + (t_start - PAST) * D, t_start - PAST, o_d, T, D, PAST, 0, False)
+    window = computed(history, fit, PAST, COMPUTE)
+    for start in range(0, t_end - t_first + PAST, UNROLL):
+        t_now = t_start + start
+        first = sequence + t_now
+        t_done = t_now - PAST
+        raw = raw_rows(p_source + t_now * D, t_now, o_d, T, D, 0, UNROLL, False)
+        drs = ()
+        weights = ()
+        bends = ()
+        slopes = ()
+        for s in tl.static_range(UNROLL):
+            exists = t_now + s < T
+            mask = o_d < tl.where(exists, D, 0)
+            for j in tl.static_range(M):
+                if not SHARED:
+                    drs = drs + (tl.load(p_dr + ((first + s) * M + j) * D + o_d, mask=mask, other=0.0),)
+                elif j == 0:
+                    drs = drs + (tl.load(p_dr + (first + s) * D + o_d, mask=mask, other=0.0),)
+            at = (n * P + first + s) * M
+            weights = weights + load_values(p_weights + at, exists, M, COMPUTE)
+            if BEND:
+                bends = bends + load_values(p_bend + at, exists, M, COMPUTE)
+            if QUERY:
+                slopes = slopes + load_values(p_slope + at, exists, M, COMPUTE)
+        earlier = ()
+        if ADD:
+            earlier = rows_within(p_in + t_done * D, t_done, o_d, t_first, t_end, D, UNROLL)
+        rows = window + computed(raw, fit, UNROLL, COMPUTE)
+        pending = pending + zeros(UNROLL, BLOCK_D, COMPUTE)
+        positions = ()
+        dus = ()
+        for s in tl.static_range(UNROLL):
+            exists = t_now + s < T
+            if PACKED:
+                positions = positions + (tl.load(p_position + first + s, mask=exists, other=0),)
+            new_dquery = ()
+            for j in tl.static_range(M):
+                b_du = weights[s * M + j] * drs[s if SHARED else s * M + j].to(COMPUTE)
+                if BEND or QUERY:
+                    seen = seen_at(rows, p_position, first + s, exists, s, PAST + 1, PACKED)
+                    b_u = convolved(b_taps, seen, first_tap(SIZES, j), width(SIZES, j))
+                if BEND:
+                    b_du = tl.fma(-bends[s * M + j], b_u, b_du)
+                if QUERY:
+                    b_du = tl.fma(slopes[s * M + j], queries[j], b_du)
+                    # beyond the segment only dv of the rows behind counts
+                    own = tl.where(t_now + s < t_end, slopes[s * M + j], 0.0).to(tl.float32)
+                    new_dquery = new_dquery + (tl.fma(own, b_u.to(tl.float32), dquery[j]),)
+                pending = transposed(
+                    pending, b_taps, b_du, positions, s, first_tap(SIZES, j), width(SIZES, j), PAST, UNROLL, PACKED
+                )
+                dus = dus + (b_du,)
+            dquery = new_dquery
+        if t_now < t_end:
+            new_dtaps = ()
+            for j in tl.static_range(M):
+                for i in tl.static_range(learned(SIZES, j)):
+                    b_sum = correlated(dus, rows, positions, i, j, M, PAST, UNROLL, PACKED)
+                    new_dtaps = new_dtaps + (dtaps[first_tap(SIZES, j) + i] + b_sum,)
+            dtaps = new_dtaps
+        done = ()
+        for s in tl.static_range(UNROLL):
+            b_dv = pending[s].to(tl.float32) * unit
+            if ADD:
+                b_dv += earlier[s].to(tl.float32)
+            done = done + (b_dv,)
+        window = newest(rows, UNROLL, PAST)
+        pending = newest(pending, UNROLL, PAST)
+        for s in tl.static_range(UNROLL):
+            complete = (t_done + s >= t_first) & (t_done + s < t_end)
+            mask = o_d < tl.where(complete, D, 0)
+            tl.store(p_out + (t_done + s) * D + o_d, done[s].to(DTYPE), mask=mask)
+    program = n.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    for i in tl.static_range(K):
+        tl.store(p_dtaps + (program * K + i) * D + o_d, dtaps[i] / (fit * dfit), mask=o_d < D)
+    if QUERY:
+        for j in tl.static_range(M):
+            tl.store(p_dquery + (program * M + j) * D + o_d, dquery[j] / (fit * dfit), mask=o_d < D)
+
+
+@triton.jit
+def rows_within(p_first, t_first, o_d, t_start, t_end, D: tl.constexpr, COUNT: tl.constexpr):
+    """COUNT rows from row t_first at p_first on; zeros outside [t_start, t_end)."""
+    rows = ()
+    for i in tl.static_range(COUNT):
+        inside = (t_first + i >= t_start) & (t_first + i < t_end)
+        rows = rows + (tl.load(p_first + i * D + o_d, mask=o_d < tl.where(inside, D, 0), other=0.0),)
+    return rows
+
+
+@triton.jit
+def newest(rows, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """COUNT rows from number FIRST on."""
+    kept = ()
+    for i in tl.static_range(COUNT):
+        kept = kept + (rows[FIRST + i],)
+    return kept
+
+
+@triton.jit
+def reached(b_du, positions, s: tl.constexpr, i: tl.constexpr, PACKED: tl.constexpr):
+    """du of step s as tap i carries it back: zero where that is an earlier document."""
+    return tl.where(positions[s] >= i, b_du, 0.0) if PACKED and i > 0 else b_du
+
+
+@triton.jit
+def transposed(
+    pending, taps, b_du, positions, s: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr, PAST: tl.constexpr,
+    UNROLL: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Rows of dv, PAST before the steps and one per step, with taps[i] du of step s added i rows before it."""
+    rows = ()
+    for k in tl.static_range(PAST + UNROLL):
+        b_dv = pending[k]
+        if k > PAST + s - WIDTH and k <= PAST + s:
+            b_back = reached(b_du, positions, s, PAST + s - k, PACKED)
+            b_dv = b_dv + b_back if WIDTH == 1 else tl.fma(taps[FIRST + PAST + s - k], b_back, b_dv)
+        rows = rows + (b_dv,)
+    return rows
+
+
+@triton.jit
+def correlated(
+    dus, rows, positions, i: tl.constexpr, j: tl.constexpr, M: tl.constexpr, PAST: tl.constexpr, UNROLL: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    """sum_s du_j[s] v[s - i] over the steps, for one tap."""
+    total = reached(dus[j], positions, 0, i, PACKED) * rows[PAST - i]
+    for s in tl.static_range(1, UNROLL):
+        total = tl.fma(reached(dus[s * M + j], positions, s, i, PACKED), rows[PAST + s - i], total)
+    return total.to(tl.float32)
