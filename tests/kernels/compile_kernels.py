@@ -35,14 +35,16 @@ COMBINED = {"READS": 2, "M": 2, "D": D, "BLOCK_T": 8, "BLOCK_N": 16, "BLOCK_K": 
 NARROW = {"COMPUTE": tl.float16}
 WIDE = {"COMPUTE": tl.float32, "p_fit": None, "p_dfit": None}
 NARROW_POINTERS = ("p_weights", "p_slope", "p_bend", "p_query")
-ATTNRES = {"D": D, "MAIN": 64, "TAIL": 32, "DTYPE": tl.bfloat16}
+ATTNRES = {"D": D, "TILE": 64, "STAGES": 4, "DTYPE": tl.bfloat16}
 MIX = {"M": 2, "D": D}
 MIX_ROWS = {"TILE": 64, "TAIL": 64, "LANES": 64, "TOKENS": 2}
 MIX_GRADIENT = {"GROUP": 4, "N_GROUPS": 16, "BLOCK_T": 32, "BLOCK_D": 64, "STAGES": 2, "DOTS": True}
 # the module's kernel, what it is compiled for, and warps
 KERNELS = [
-    (attnres_read.forward_kernel, ATTNRES | {"TOKENS": 1}, 2),
-    (attnres_read.backward_kernel, ATTNRES | {"TOKENS": 8, "NP": 4, "ADD": True}, 2),
+    (attnres_read.forward_kernel, ATTNRES, 1),
+    (attnres_read.forward_kernel, ATTNRES | {"p_gain": None}, 1),
+    (attnres_read.backward_kernel, ATTNRES | {"NP": 4, "ADD": True}, 4),
+    (attnres_read.query_gradient_kernel, {"D": D, "BLOCK_R": 256, "BLOCK_D": 16}, 8),
     (streams.score_read_kernel, SOURCES | TILE, 1),
     (streams.score_kernel, SOURCES | TILE | {"READS": 2}, 1),
     (streams.retrieve_kernel, SOURCES | TILE | NARROW | {"SCALED": True, "BASE": True}, 1),

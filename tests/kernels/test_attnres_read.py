@@ -1,6 +1,6 @@
 import pytest
 import torch
-from kernel_inputs import Comparison, normal
+from kernel_inputs import Comparison, normal, relative_error
 
 from kernels import reference
 
@@ -36,6 +36,9 @@ def call(read):
         {"n_sources": 17, "T": 3, "D": 72},
         {"n_sources": 3, "T": 19, "D": 136, "dtype": torch.bfloat16},
         {"n_sources": 2, "T": 4, "D": 40, "dtype": torch.float16},
+        # several tiles, two warps forward and eight backward; the query small enough that all weights count
+        {"n_sources": 2, "T": 3, "D": 2600, "query_scale": 0.02},
+        {"n_sources": 2, "T": 3, "D": 2600, "query_scale": 0.02, "dtype": torch.bfloat16},
     ],
     ids=lambda case: "-".join(f"{name}={str(value).removeprefix('torch.')}" for name, value in case.items()),
 )
@@ -94,6 +97,39 @@ def test_a_compiled_function_around_a_read_runs_it_as_it_is():
     case = attnres_case(2, 3, 40)
     surrounding = torch.compile(lambda x: torch.tanh(call(fused.attnres_read)(x)) * 2, backend="eager")
     torch.testing.assert_close(surrounding(case.inputs), torch.tanh(call(fused.attnres_read)(case.inputs)) * 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_low_precision_parameters_get_gradients_of_their_dtype(dtype):
+    case = attnres_case(3, 4, 40, dtype=dtype)
+    case.inputs |= {name: case.inputs[name].bfloat16() for name in ("query", "gain")}
+    result, oracle = case.run(call(fused.attnres_read)), case.run(call(reference.attnres_read), torch.float64)
+    for name in ("query", "gain"):
+        assert result[name].dtype == torch.bfloat16
+        assert relative_error(result[name], oracle[name]) <= 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("D", [8, 64, 1000, 2048, 2080, 2112, 2560, 4096, 8192, 32768])
+def test_row_layouts_fit_a_program(D, dtype):
+    for layout, channels in ((fused.forward_layout, 72), (fused.backward_layout, 20)):
+        options = layout(D, dtype)
+        row = -(-D // options["TILE"]) * options["TILE"]
+        assert row < 2 * D
+        assert options["STAGES"] == 1 or (options["STAGES"] - 1) * row * dtype.itemsize <= 96 << 10
+        assert options["num_warps"] == 32 or D <= 32 * channels * options["num_warps"]
+
+
+def test_the_measured_layouts_are_those_of_a_launch():
+    assert fused.forward_layout(2112, torch.bfloat16) == {"D": 2112, "TILE": 256, "STAGES": 4, "num_warps": 1}
+    assert fused.backward_layout(2112, torch.bfloat16) == {"D": 2112, "TILE": 512, "STAGES": 4, "num_warps": 4}
+
+
+def test_backward_programs_are_resident_at_once_and_no_more_than_tokens():
+    cpu = torch.device("cpu")  # counts as one processor
+    assert fused.resident_programs(1000, 4, cpu) == 4
+    assert fused.resident_programs(3, 4, cpu) == 3
+    assert fused.resident_programs(1000, 32, cpu) == 1
 
 
 @pytest.mark.gpu
