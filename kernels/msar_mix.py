@@ -13,7 +13,9 @@ from kernels import mixing, mixing_backward
 from kernels.msar_steps import Spec
 
 MIX_TOKENS = 1  # that a program of the mix holds
-MIX_VALUES = 88  # at most, of those tokens, that a thread of it holds
+MIX_VALUES = 44  # at most, of those tokens, that a thread of it holds
+MIX_CHANNELS = 4  # of a row tile that a thread of it holds
+GROUPS_AT_ONCE = 1024  # peaks of the factors' programs, of which a program of the gradients takes the largest
 
 Mixer = tuple[Tensor, Tensor, Tensor]
 """Weight [m, m, D], scale [1] and bias [m], fp32."""
@@ -40,7 +42,7 @@ class Tile:
 
 
 def factors_tile(m: int) -> Tile:
-    return Tile(4, 256, num_warps=4, stages=2) if m <= 4 else Tile(2, 256, num_warps=4, stages=2)
+    return Tile(1, 256, num_warps=1, stages=3) if m <= 4 else Tile(2, 256, num_warps=4, stages=2)
 
 
 def gradient_tile(m: int, scratch: torch.dtype) -> Tile:
@@ -52,7 +54,7 @@ def gradient_tile(m: int, scratch: torch.dtype) -> Tile:
 def row_tiles(m: int, D: int, tokens: int = 1) -> dict[str, int]:
     """How the programs of the mix lay their tokens' channels over threads."""
     num_warps = min(16, max(1, triton.next_power_of_2(triton.cdiv(tokens * m * D, 32 * MIX_VALUES))))
-    tile = min(256 * num_warps, 1 << (D.bit_length() - 1))
+    tile = min(32 * MIX_CHANNELS * num_warps, 1 << (D.bit_length() - 1))
     lanes = min(32 * num_warps, tile)
     tail = max(lanes, triton.next_power_of_2(D % tile)) if D % tile else 0
     return {"TILE": tile, "TAIL": tail, "LANES": lanes, "num_warps": num_warps}
@@ -120,7 +122,8 @@ def mix_backward(
     mixing_backward.gradient_kernel[(n_slices, n_chunks)](
         retrieved, dr, dh, parts, factors, partial, dweight, dots, P, tokens,
         M=m, D=D, WIDTH=product_width(m, n_parts), PARTS=n_parts, DOT=dot, GROUP=of_factors.tokens,
-        N_GROUPS=triton.next_power_of_2(triton.cdiv(tokens, of_factors.tokens)), DOTS=with_mean, **tile.options(),
+        N_GROUPS=min(GROUPS_AT_ONCE, triton.next_power_of_2(triton.cdiv(tokens, of_factors.tokens))), DOTS=with_mean,
+        **tile.options(),
     )  # fmt: skip
     totals = partial[:, 1:].sum(0)
     mean = dots.sum(0) * unit / scale_of_r if with_mean else None

@@ -38,7 +38,7 @@ NARROW_POINTERS = ("p_weights", "p_slope", "p_bend", "p_query")
 ATTNRES = {"D": D, "TILE": 64, "STAGES": 4, "DTYPE": tl.bfloat16}
 MIX = {"M": 2, "D": D}
 MIX_ROWS = {"TILE": 64, "TAIL": 64, "LANES": 64, "TOKENS": 2}
-MIX_GRADIENT = {"GROUP": 4, "N_GROUPS": 16, "BLOCK_T": 32, "BLOCK_D": 64, "STAGES": 2, "DOTS": True}
+MIX_GRADIENT = {"GROUP": 1, "N_GROUPS": 16, "BLOCK_T": 32, "BLOCK_D": 64, "STAGES": 2, "DOTS": True}
 # the module's kernel, what it is compiled for, and warps
 KERNELS = [
     (attnres_read.forward_kernel, ATTNRES, 1),
@@ -74,7 +74,7 @@ KERNELS = [
     (depth_softmax.slopes_kernel, {"READS": 2, "UNITS": True, "MEANS": True, "BLOCK": 128}, 4),
     (mixing.mix_kernel, MIX | MIX_ROWS | {"SOFTMAX": False, "MEAN": False}, 2),
     (mixing_backward.weight_kernel, {"D": D, "BLOCK": 64, "PARTS": 2}, 4),
-    (mixing_backward.factors_kernel, MIX | {"BLOCK_T": 4, "BLOCK_D": 64, "STAGES": 2, "SOFTMAX": True}, 4),
+    (mixing_backward.factors_kernel, MIX | {"BLOCK_T": 1, "BLOCK_D": 64, "STAGES": 3, "SOFTMAX": True}, 1),
     (mixing_backward.gradient_kernel, MIX | MIX_GRADIENT | {"WIDTH": 4, "PARTS": 2, "DOT": "half"}, 4),
     (mixing_backward.gradient_kernel, MIX | MIX_GRADIENT | {"WIDTH": 16, "PARTS": 1, "DOT": "tf32x3"}, 4),
 ]
