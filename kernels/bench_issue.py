@@ -127,7 +127,10 @@ def compiled(case: Case):
         if name.startswith("p_") or name in ("T", "P"):
             hints[(place,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=case.kernel, signature=signature, constexprs=fixed, attrs=hints)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": case.warps})
+    options = {"num_warps": case.warps}
+    if case.constants.get("COMPUTE") == tl.float16:
+        options["maxnreg"] = 168  # as `msar_steps.Sources.constants` says
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
 def instructions(cubin: bytes) -> tuple[list[tuple[int, str]], int]:

@@ -93,9 +93,13 @@ class Sources:
     def dtype(self) -> torch.dtype:
         return self.tensors[0].dtype
 
-    def constants(self, spec: Spec) -> dict:
-        """What every kernel over sources is compiled for."""
-        return {
+    def constants(self, spec: Spec, compute: torch.dtype | None = None) -> dict:
+        """What every kernel over sources is compiled for; `compute` for those that have a choice."""
+        choice = {} if compute is None else {"COMPUTE": TRITON_DTYPES[compute]}
+        if compute == torch.float16:
+            # 12 warps an SM: the compiler would take up to 211 registers, to issue 4 % fewer instructions
+            choice["maxnreg"] = 168
+        return choice | {
             "SIZES": spec.kernel_sizes,
             "D": self.tensors[0].shape[-1],
             "PACKED": self.position is not None,
@@ -162,7 +166,7 @@ def retrieve(
     streams.retrieve_kernel[(B * n_tiles, triton.cdiv(D, spec.block_d))](
         sources.table, weights, fit, scale, *(base or (None, None)), sources.position, out, T, N, B * T, n_tiles,
         STEPS=spec.steps, BLOCK_D=spec.block_d, EVEN=T % spec.steps == 0, SCALED=scale is not None,
-        BASE=base is not None, COMPUTE=TRITON_DTYPES[compute], **sources.constants(spec),
+        BASE=base is not None, **sources.constants(spec, compute),
     )  # fmt: skip
     return out
 
@@ -190,8 +194,7 @@ def retrieve_block(spec: Spec, sources: Sources, weights: Tensor, rstd: Tensor, 
     n_tiles = triton.cdiv(T, steps)
     streams.retrieve_block_kernel[(spec.m, B * n_tiles, triton.cdiv(D, 64))](
         sources.table, weights, fit, scale, sources.position, out, T, N, B * T, n_tiles,
-        READS=R, STEPS=steps, BLOCK_D=64, EVEN=T % steps == 0, COMPUTE=TRITON_DTYPES[sources.compute],
-        **sources.constants(spec),
+        READS=R, STEPS=steps, BLOCK_D=64, EVEN=T % steps == 0, **sources.constants(spec, sources.compute),
     )  # fmt: skip
     return out
 
@@ -229,7 +232,7 @@ def weights_gradient(
     place = (T, N, B * T, n_tiles)
     compute = computing_dtype(sources, drs[0].dtype)
     fit, _ = sources.fits(rstd) if compute == torch.float16 else (None, None)
-    options = {"STEPS": steps, "EVEN": T % steps == 0, "COMPUTE": TRITON_DTYPES[compute], **sources.constants(spec)}
+    options = {"STEPS": steps, "EVEN": T % steps == 0, **sources.constants(spec, compute)}
     if R == 1:
         streams_backward.dweights_read_kernel[(B * n_tiles * N,)](
             sources.table, drs[0], fit, out, sources.position, *place,
@@ -344,8 +347,7 @@ def walk_sources(
         sources.table[:, part].contiguous(), dr_table, weights, slope, bend, query, fit, dfit, sources.position, dtaps,
         dquery, T, N, B * T, n_segments, SEGMENT,
         PER_SOURCE=per_source, SHARED=shared, BEND=bend is not None, QUERY=query is not None, BLOCK_D=spec.block_d,
-        UNROLL=4, ADD=sources.buffers.add, DR_DTYPE=TRITON_DTYPES[dr_dtype], COMPUTE=TRITON_DTYPES[compute],
-        **sources.constants(spec),
+        UNROLL=4, ADD=sources.buffers.add, DR_DTYPE=TRITON_DTYPES[dr_dtype], **sources.constants(spec, compute),
     )  # fmt: skip
     if dquery is not None:
         dquery = dquery.sum((0, 1)) if peak is None else dquery.sum((0, 1)) / peak[:, None]

@@ -96,7 +96,7 @@ def gradient_kernel(
         slopes = ()
         for s in tl.static_range(UNROLL):
             exists = t_now + s < T
-            mask = o_d < tl.where(exists, D, 0)
+            mask = row_mask(o_d, exists, D, BLOCK_D)
             for j in tl.static_range(M):
                 if not SHARED:
                     drs = drs + (tl.load(p_dr + ((first + s) * M + j) * D + o_d, mask=mask, other=0.0),)
@@ -110,7 +110,7 @@ def gradient_kernel(
                 slopes = slopes + load_values(p_slope + at, exists, M, COMPUTE)
         earlier = ()
         if ADD:
-            earlier = rows_within(p_in + t_done * D, t_done, o_d, t_first, t_end, D, UNROLL)
+            earlier = rows_within(p_in + t_done * D, t_done, o_d, t_first, t_end, D, BLOCK_D, UNROLL)
         rows = window + computed(raw, fit, UNROLL, COMPUTE)
         pending = pending + zeros(UNROLL, BLOCK_D, COMPUTE)
         positions = ()
@@ -154,7 +154,7 @@ def gradient_kernel(
         pending = newest(pending, UNROLL, PAST)
         for s in tl.static_range(UNROLL):
             complete = (t_done + s >= t_first) & (t_done + s < t_end)
-            mask = o_d < tl.where(complete, D, 0)
+            mask = row_mask(o_d, complete, D, BLOCK_D)
             tl.store(p_out + (t_done + s) * D + o_d, done[s].to(DTYPE), mask=mask)
     program = n.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     for i in tl.static_range(K):
@@ -165,12 +165,22 @@ def gradient_kernel(
 
 
 @triton.jit
-def rows_within(p_first, t_first, o_d, t_start, t_end, D: tl.constexpr, COUNT: tl.constexpr):
+def row_mask(o_d, inside, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Where a row tile may be read: one condition for all of it where tiles divide D."""
+    if D % BLOCK_D == 0:
+        mask = tl.where(inside, tl.full([BLOCK_D], True, tl.int1), False)
+    else:
+        mask = o_d < tl.where(inside, D, 0)
+    return mask
+
+
+@triton.jit
+def rows_within(p_first, t_first, o_d, t_start, t_end, D: tl.constexpr, BLOCK_D: tl.constexpr, COUNT: tl.constexpr):
     """COUNT rows from row t_first at p_first on; zeros outside [t_start, t_end)."""
     rows = ()
     for i in tl.static_range(COUNT):
         inside = (t_first + i >= t_start) & (t_first + i < t_end)
-        rows = rows + (tl.load(p_first + i * D + o_d, mask=o_d < tl.where(inside, D, 0), other=0.0),)
+        rows = rows + (tl.load(p_first + i * D + o_d, mask=row_mask(o_d, inside, D, BLOCK_D), other=0.0),)
     return rows
 
 
