@@ -25,7 +25,7 @@ READS, SOURCES = 8, 8
 ISSUED_PER_SECOND = 132 * 4 * 1.75e9 * 32  # by all lanes
 LOOP_MIN = 40  # instructions: shorter loops are set-up
 SHAPE = {"SIZES": (1, 4, 8, 12), "D": D, "PACKED": False, "DTYPE": tl.bfloat16, "BLOCK_D": 64, "p_position": None}
-TILE = SHAPE | {"EVEN": True}
+TILE = SHAPE | {"EVEN": True, "WARPS": 4}
 NARROW = {"COMPUTE": tl.float16}
 WALK = SHAPE | NARROW | {"DR_DTYPE": tl.float16, "UNROLL": 4, "ADD": True, "SHARED": False}
 MIX = {"M": 4, "D": D}
@@ -66,13 +66,13 @@ class Case(NamedTuple):
 
 ONE = {"PER_SOURCE": False, "BEND": True, "QUERY": True}
 CASES = (
-    Case("score, one read", streams.score_read_kernel, TILE | {"STEPS": 4}, 1, 8, 1),
-    Case("score, 8 reads", streams.score_kernel, TILE | {"STEPS": 4, "READS": READS}, 1, 8, SOURCES),
+    Case("score, one read", streams.score_read_kernel, TILE | {"STEPS": 4}, 4, 8, 1),
+    Case("score, 8 reads", streams.score_kernel, TILE | {"STEPS": 4, "READS": READS}, 4, 8, SOURCES),
     Case(
-        "retrieve", streams.retrieve_kernel, TILE | NO_BASE | NARROW | {"STEPS": 8, "SCALED": True}, 1, 16, SOURCES + 1
+        "retrieve", streams.retrieve_kernel, TILE | NO_BASE | NARROW | {"STEPS": 8, "SCALED": True}, 4, 16, SOURCES + 1
     ),
     Case(
-        "retrieve, 8 reads", streams.retrieve_block_kernel, TILE | NARROW | {"STEPS": 8, "READS": READS}, 1, 16, SOURCES
+        "retrieve, 8 reads", streams.retrieve_block_kernel, TILE | NARROW | {"STEPS": 8, "READS": READS}, 4, 16, SOURCES
     ),
     Case("mix", mixing.mix_kernel, MIX | MIX_ROWS, 4, 16.5, 1),
     Case("mix backward, factors", mixing_backward.factors_kernel, MIX | MIX_FACTORS, 4, 8, 1),
@@ -81,7 +81,7 @@ CASES = (
         "weights' gradient",
         streams_backward.dweights_read_kernel,
         TILE | NARROW | {"STEPS": 8, "SHARED": False},
-        1,
+        4,
         32,
         SOURCES + 1,
     ),
@@ -89,7 +89,7 @@ CASES = (
         "weights' gradient, 8 reads",
         streams_backward.dweights_kernel,
         TILE | NARROW | {"STEPS": 4, "READS": READS, "DR_DTYPE": tl.float16},
-        1,
+        4,
         16,
         SOURCES,
     ),

@@ -20,6 +20,7 @@ from kernels.tiles import TRITON_DTYPES, table
 SEGMENT = 256  # tokens per program of a backward walk: one partial row set of the taps' gradient each
 PRODUCT_SEGMENT = 1024  # rows per program where their sums gather in tensor cores
 COMBINE_TOKENS = 8
+WARPS = 4  # tiles of tokens side by side that share the taps they fetch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,12 +105,16 @@ class Sources:
             "D": self.tensors[0].shape[-1],
             "PACKED": self.position is not None,
             "DTYPE": TRITON_DTYPES[self.dtype],
-            "num_warps": 1,
         }
 
 
 def per_source(groups: Sequence[Tensor], n_sources: int) -> tuple[Tensor, ...]:
     return tuple(groups) if len(groups) == n_sources else tuple(groups) * n_sources
+
+
+def tiles(T: int, steps: int) -> dict:
+    """The options of kernels that give every warp of a program `steps` tokens of its own."""
+    return {"STEPS": steps, "WARPS": WARPS, "EVEN": T % (WARPS * steps) == 0, "num_warps": WARPS}
 
 
 def scratch_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -124,9 +129,9 @@ def score(spec: Spec, sources: Sources, queries: Tensor) -> tuple[Tensor, Tensor
     logits, rstd = queries.new_empty(R, N, B * T, spec.m), queries.new_empty(N, B * T, spec.m)
     # one read: all streams in one program; many: a stream per program, or their sums would not fit in registers
     steps = max(1, 16 // spec.m) if R == 1 else max(1, 32 // R)
-    n_tiles = triton.cdiv(T, steps)
+    n_tiles = triton.cdiv(T, WARPS * steps)
     place = (T, N, B * T, n_tiles, spec.eps)
-    options = {"STEPS": steps, "EVEN": T % steps == 0, **sources.constants(spec)}
+    options = tiles(T, steps) | sources.constants(spec)
     tensors = (sources.table, queries, sources.position, logits, rstd)
     if R == 1:
         streams.score_read_kernel[(B * n_tiles, N)](*tensors, *place, BLOCK_D=spec.block_d, **options)
@@ -158,15 +163,15 @@ def retrieve(
     B, T, D, N = sources.shape
     dtype = sources.dtype if scale is None else scratch_dtype(sources.dtype)
     out = weights.new_empty(B * T, spec.m, D, dtype=dtype)
-    n_tiles = triton.cdiv(T, spec.steps)
+    n_tiles = triton.cdiv(T, WARPS * spec.steps)
     compute, fit = torch.float32 if scale is None else sources.compute, None
     if compute == torch.float16:
         fit, _ = sources.fits(rstd)
         weights = narrow.narrow_weights(weights[None], scale, fit)
     streams.retrieve_kernel[(B * n_tiles, triton.cdiv(D, spec.block_d))](
         sources.table, weights, fit, scale, *(base or (None, None)), sources.position, out, T, N, B * T, n_tiles,
-        STEPS=spec.steps, BLOCK_D=spec.block_d, EVEN=T % spec.steps == 0, SCALED=scale is not None,
-        BASE=base is not None, **sources.constants(spec, compute),
+        BLOCK_D=spec.block_d, SCALED=scale is not None, BASE=base is not None, **tiles(T, spec.steps),
+        **sources.constants(spec, compute),
     )  # fmt: skip
     return out
 
@@ -191,10 +196,10 @@ def retrieve_block(spec: Spec, sources: Sources, weights: Tensor, rstd: Tensor, 
         steps = max(1, 64 // R)
     else:
         weights, fit, steps = by_token(weights), None, max(1, 32 // R)
-    n_tiles = triton.cdiv(T, steps)
+    n_tiles = triton.cdiv(T, WARPS * steps)
     streams.retrieve_block_kernel[(spec.m, B * n_tiles, triton.cdiv(D, 64))](
         sources.table, weights, fit, scale, sources.position, out, T, N, B * T, n_tiles,
-        READS=R, STEPS=steps, BLOCK_D=64, EVEN=T % steps == 0, **sources.constants(spec, sources.compute),
+        READS=R, BLOCK_D=64, **tiles(T, steps), **sources.constants(spec, sources.compute),
     )  # fmt: skip
     return out
 
@@ -228,11 +233,11 @@ def weights_gradient(
     R = len(drs)
     out = sources.table.new_empty(R, N, B * T, spec.m, dtype=torch.float32)
     steps = spec.steps if R == 1 else max(1, 32 // R)
-    n_tiles = triton.cdiv(T, steps)
+    n_tiles = triton.cdiv(T, WARPS * steps)
     place = (T, N, B * T, n_tiles)
     compute = computing_dtype(sources, drs[0].dtype)
     fit, _ = sources.fits(rstd) if compute == torch.float16 else (None, None)
-    options = {"STEPS": steps, "EVEN": T % steps == 0, **sources.constants(spec, compute)}
+    options = tiles(T, steps) | sources.constants(spec, compute)
     if R == 1:
         streams_backward.dweights_read_kernel[(B * n_tiles * N,)](
             sources.table, drs[0], fit, out, sources.position, *place,
@@ -347,7 +352,8 @@ def walk_sources(
         sources.table[:, part].contiguous(), dr_table, weights, slope, bend, query, fit, dfit, sources.position, dtaps,
         dquery, T, N, B * T, n_segments, SEGMENT,
         PER_SOURCE=per_source, SHARED=shared, BEND=bend is not None, QUERY=query is not None, BLOCK_D=spec.block_d,
-        UNROLL=4, ADD=sources.buffers.add, DR_DTYPE=TRITON_DTYPES[dr_dtype], **sources.constants(spec, compute),
+        UNROLL=4, ADD=sources.buffers.add, DR_DTYPE=TRITON_DTYPES[dr_dtype], num_warps=1,
+        **sources.constants(spec, compute),
     )  # fmt: skip
     if dquery is not None:
         dquery = dquery.sum((0, 1)) if peak is None else dquery.sum((0, 1)) / peak[:, None]

@@ -25,33 +25,36 @@ from kernels.tiles import (
     tensor_at,
     widest,
     width,
-    zeros,
+    zeros_per_warp,
 )
 
 
 @triton.jit
 def score_read_kernel(
     p_table, p_query, p_position, p_logits, p_rstd, T, N, P, n_tiles, eps,
-    SIZES: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr, BLOCK_D: tl.constexpr, PACKED: tl.constexpr,
-    EVEN: tl.constexpr, DTYPE: tl.constexpr,
+    SIZES: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr, WARPS: tl.constexpr, BLOCK_D: tl.constexpr,
+    PACKED: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Logits and rstd [N, P, m] of N sources for one query [m, D]. One program: STEPS tokens of one source, all of D.
+    """Logits and rstd [N, P, m] of N sources for one query [m, D].
 
+    One program: STEPS tokens per warp of one source, all of D. The warps meet the same taps at the same time, so that
+    one of them fetches these from the L2 for all: with a warp to a program that was twice what the L2 can give.
     Squares and dot products stay spread over the lanes until the last channel, then each is summed once.
     """
     M: tl.constexpr = n_streams(SIZES)
     WINDOW: tl.constexpr = widest(SIZES)
     n = tl.program_id(1)
     b = tl.program_id(0) // n_tiles
-    t_first = (tl.program_id(0) % n_tiles) * STEPS
+    t_warp = tl.program_id(0) % n_tiles * (WARPS * STEPS) + tl.arange(0, WARPS) * STEPS
+    t_first = t_warp[:, None]
     t_oldest = t_first - (WINDOW - 1)
     p_oldest = tensor_at(p_table, n, DTYPE) + (b.to(tl.int64) * T + t_oldest) * D
     p_taps = tensor_at(p_table, N + n, tl.float32)
-    squares = zeros(M * STEPS, BLOCK_D, tl.float32)
-    dots = zeros(M * STEPS, BLOCK_D, tl.float32)
+    squares = zeros_per_warp(M * STEPS, WARPS, BLOCK_D)
+    dots = zeros_per_warp(M * STEPS, WARPS, BLOCK_D)
     for d in range(0, D, BLOCK_D):
         o_d = d + tl.arange(0, BLOCK_D)
-        raw = raw_rows(p_oldest, t_oldest, o_d, T, D, WINDOW - 1, STEPS, EVEN)
+        raw = raw_rows(p_oldest, t_oldest, o_d[None, :], T, D, WINDOW - 1, STEPS, EVEN)
         rows = computed(raw, 1.0, WINDOW - 1 + STEPS, tl.float32)
         new_squares = ()
         new_dots = ()
@@ -61,33 +64,33 @@ def score_read_kernel(
             for s in tl.static_range(STEPS):
                 window = seen_at(rows, p_position, b * T + t_first + s, t_first + s < T, s, WINDOW, PACKED)
                 b_u = convolved(b_taps, window, 0, width(SIZES, j))
-                new_squares = new_squares + (squares[j * STEPS + s] + b_u * b_u,)
-                new_dots = new_dots + (dots[j * STEPS + s] + b_u * b_query,)
+                new_squares = new_squares + (tl.fma(b_u, b_u, squares[j * STEPS + s]),)
+                new_dots = new_dots + (tl.fma(b_u, b_query, dots[j * STEPS + s]),)
         squares = new_squares
         dots = new_dots
     for s in tl.static_range(STEPS):
         for j in tl.static_range(M):
-            row = (n.to(tl.int64) * P + b * T + t_first + s) * M + j
-            rstd = tl.rsqrt(tl.sum(squares[j * STEPS + s]) / D + eps)
-            tl.store(p_rstd + row, rstd, mask=t_first + s < T)
-            tl.store(p_logits + row, tl.sum(dots[j * STEPS + s]) * rstd, mask=t_first + s < T)
+            row = (n.to(tl.int64) * P + b * T + t_warp + s) * M + j
+            rstd = tl.rsqrt(tl.sum(squares[j * STEPS + s], 1) / D + eps)
+            tl.store(p_rstd + row, rstd, mask=t_warp + s < T)
+            tl.store(p_logits + row, tl.sum(dots[j * STEPS + s], 1) * rstd, mask=t_warp + s < T)
 
 
 @triton.jit
 def score_kernel(
     p_table, p_query, p_position, p_logits, p_rstd, T, N, P, n_tiles, eps,
-    SIZES: tl.constexpr, READS: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr, BLOCK_D: tl.constexpr,
-    PACKED: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr,
+    SIZES: tl.constexpr, READS: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr, WARPS: tl.constexpr,
+    BLOCK_D: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Logits [READS, N, P, m] and rstd [N, P, m] of N sources for queries [READS, m, D].
 
-    One program: STEPS tokens of one stream of one source, all of D.
+    One program: STEPS tokens per warp of one stream of one source, all of D, as in `score_read_kernel`.
     """
     for j in tl.static_range(n_streams(SIZES)):
         if tl.program_id(2) == j:
             score_stream(
                 p_table, p_query, p_position, p_logits, p_rstd, T, N, P, n_tiles, eps,
-                SIZES, j, READS, D, STEPS, BLOCK_D, PACKED, EVEN, DTYPE,
+                SIZES, j, READS, D, STEPS, WARPS, BLOCK_D, PACKED, EVEN, DTYPE,
             )  # fmt: skip
 
 
@@ -95,22 +98,23 @@ def score_kernel(
 def score_stream(
     p_table, p_query, p_position, p_logits, p_rstd, T, N, P, n_tiles, eps,
     SIZES: tl.constexpr, j: tl.constexpr, READS: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr,
-    BLOCK_D: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr,
+    WARPS: tl.constexpr, BLOCK_D: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Squares and dot products stay spread over the lanes until the last channel, then each is summed once."""
     M: tl.constexpr = n_streams(SIZES)
     WIDTH: tl.constexpr = width(SIZES, j)
     n = tl.program_id(1)
     b = tl.program_id(0) // n_tiles
-    t_first = (tl.program_id(0) % n_tiles) * STEPS
+    t_warp = tl.program_id(0) % n_tiles * (WARPS * STEPS) + tl.arange(0, WARPS) * STEPS
+    t_first = t_warp[:, None]
     t_oldest = t_first - (WIDTH - 1)
     p_oldest = tensor_at(p_table, n, DTYPE) + (b.to(tl.int64) * T + t_oldest) * D
     p_taps = tensor_at(p_table, N + n, tl.float32) + first_tap(SIZES, j) * D
-    squares = zeros(STEPS, BLOCK_D, tl.float32)
-    dots = zeros(READS * STEPS, BLOCK_D, tl.float32)
+    squares = zeros_per_warp(STEPS, WARPS, BLOCK_D)
+    dots = zeros_per_warp(READS * STEPS, WARPS, BLOCK_D)
     for d in range(0, D, BLOCK_D):
         o_d = d + tl.arange(0, BLOCK_D)
-        raw = raw_rows(p_oldest, t_oldest, o_d, T, D, WIDTH - 1, STEPS, EVEN)
+        raw = raw_rows(p_oldest, t_oldest, o_d[None, :], T, D, WIDTH - 1, STEPS, EVEN)
         rows = computed(raw, 1.0, WIDTH - 1 + STEPS, tl.float32)
         b_taps = load_rows(p_taps, o_d, D, learned(SIZES, j))
         b_query = ()
@@ -121,29 +125,33 @@ def score_stream(
         for s in tl.static_range(STEPS):
             window = seen_at(rows, p_position, b * T + t_first + s, t_first + s < T, s, WIDTH, PACKED)
             b_u = convolved(b_taps, window, 0, WIDTH)
-            new_squares = new_squares + (squares[s] + b_u * b_u,)
+            new_squares = new_squares + (tl.fma(b_u, b_u, squares[s]),)
             for r in tl.static_range(READS):
-                new_dots = new_dots + (dots[s * READS + r] + b_u * b_query[r],)
+                new_dots = new_dots + (tl.fma(b_u, b_query[r], dots[s * READS + r]),)
         squares = new_squares
         dots = new_dots
     for s in tl.static_range(STEPS):
-        row = (n.to(tl.int64) * P + b * T + t_first + s) * M + j
-        inside = t_first + s < T
-        rstd = tl.rsqrt(tl.sum(squares[s]) / D + eps)
+        row = (n.to(tl.int64) * P + b * T + t_warp + s) * M + j
+        inside = t_warp + s < T
+        rstd = tl.rsqrt(tl.sum(squares[s], 1) / D + eps)
         tl.store(p_rstd + row, rstd, mask=inside)
         for r in tl.static_range(READS):
-            tl.store(p_logits + r * tl.cast(N * P * M, tl.int64) + row, tl.sum(dots[s * READS + r]) * rstd, mask=inside)
+            b_logit = tl.sum(dots[s * READS + r], 1) * rstd
+            tl.store(p_logits + r * tl.cast(N * P * M, tl.int64) + row, b_logit, mask=inside)
 
 
 @triton.jit
 def retrieve_kernel(
     p_table, p_weights, p_fit, p_scale, p_base, p_base_weight, p_position, p_out, T, N, P, n_tiles,
-    SIZES: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr, BLOCK_D: tl.constexpr, PACKED: tl.constexpr,
-    EVEN: tl.constexpr, SCALED: tl.constexpr, BASE: tl.constexpr, DTYPE: tl.constexpr, COMPUTE: tl.constexpr,
+    SIZES: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr, WARPS: tl.constexpr, BLOCK_D: tl.constexpr,
+    PACKED: tl.constexpr, EVEN: tl.constexpr, SCALED: tl.constexpr, BASE: tl.constexpr, DTYPE: tl.constexpr,
+    COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """r [P, m, D] from softmax weights [N, P, m] known beforehand. One program: STEPS tokens of BLOCK_D channels.
+    """r [P, m, D] from softmax weights [N, P, m] known beforehand.
 
-    Needs nothing from other channels, so D is split over programs freely. EVEN: STEPS divides T. SCALED: r times the
+    One program: STEPS tokens per warp of BLOCK_D channels; its warps share taps and rows in the L1.
+
+    Needs nothing from other channels, so D is split over programs freely. EVEN: tiles divide T. SCALED: r times the
     sources' smallest rstd [P, m], which is at most sqrt(D), so that fp16 holds it with 8 times bf16's precision.
     BASE: p_base [P, m, D] times p_base_weight [P, m] is added, what a read already has of other sources.
     COMPUTE fp16: two channels an instruction; weights are fp16 too, p_scale and 1 / p_fit [N] already in them.
@@ -152,8 +160,8 @@ def retrieve_kernel(
     WINDOW: tl.constexpr = widest(SIZES)
     NARROW: tl.constexpr = COMPUTE == tl.float16
     b = tl.program_id(0) // n_tiles
-    t_first = (tl.program_id(0) % n_tiles) * STEPS
-    o_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    t_first = tl.program_id(0) % n_tiles * (WARPS * STEPS) + (tl.arange(0, WARPS) * STEPS)[:, None]
+    o_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
     sequence = b.to(tl.int64) * T
     first = sequence + t_first
     t_oldest = t_first - (WINDOW - 1)
@@ -161,7 +169,7 @@ def retrieve_kernel(
     retrieved = ()
     for j in tl.static_range(M):
         for s in tl.static_range(STEPS):
-            b_r = tl.zeros([BLOCK_D], tl.float32)
+            b_r = tl.zeros([WARPS, BLOCK_D], tl.float32)
             if BASE:
                 inside = t_first + s < T
                 mask = o_d < tl.where(inside, D, 0)
@@ -208,18 +216,18 @@ def retrieve_kernel(
 @triton.jit
 def retrieve_block_kernel(
     p_table, p_weights, p_fit, p_scale, p_position, p_out, T, N, P, n_tiles,
-    SIZES: tl.constexpr, READS: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr, BLOCK_D: tl.constexpr,
-    PACKED: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr, COMPUTE: tl.constexpr,
+    SIZES: tl.constexpr, READS: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr, WARPS: tl.constexpr,
+    BLOCK_D: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """r [READS, P, m, D] of several reads of the same sources, expanded once for all; weights [N, P, m, READS].
 
-    One program: STEPS tokens of BLOCK_D channels of one stream; scaling and COMPUTE are those of `retrieve_kernel`.
+    One program: STEPS tokens per warp of BLOCK_D channels of one stream; scaling and COMPUTE as in `retrieve_kernel`.
     """
     for j in tl.static_range(n_streams(SIZES)):
         if tl.program_id(0) == j:
             retrieve_stream(
                 p_table, p_weights, p_fit, p_scale, p_position, p_out, T, N, P, n_tiles,
-                SIZES, j, READS, D, STEPS, BLOCK_D, PACKED, EVEN, DTYPE, COMPUTE,
+                SIZES, j, READS, D, STEPS, WARPS, BLOCK_D, PACKED, EVEN, DTYPE, COMPUTE,
             )  # fmt: skip
 
 
@@ -227,19 +235,20 @@ def retrieve_block_kernel(
 def retrieve_stream(
     p_table, p_weights, p_fit, p_scale, p_position, p_out, T, N, P, n_tiles,
     SIZES: tl.constexpr, j: tl.constexpr, READS: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr,
-    BLOCK_D: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr, COMPUTE: tl.constexpr,
+    WARPS: tl.constexpr, BLOCK_D: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr,
+    COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """The sums of one stream for all reads stay in registers while the sources go by."""
     M: tl.constexpr = n_streams(SIZES)
     WIDTH: tl.constexpr = width(SIZES, j)
     NARROW: tl.constexpr = COMPUTE == tl.float16
     b = tl.program_id(1) // n_tiles
-    t_first = (tl.program_id(1) % n_tiles) * STEPS
-    o_d = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
+    t_first = tl.program_id(1) % n_tiles * (WARPS * STEPS) + (tl.arange(0, WARPS) * STEPS)[:, None]
+    o_d = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
     sequence = b.to(tl.int64) * T
     first = sequence + t_first
     t_oldest = t_first - (WIDTH - 1)
-    retrieved = zeros(READS * STEPS, BLOCK_D, COMPUTE)
+    retrieved = zeros_per_warp(READS * STEPS, WARPS, BLOCK_D, COMPUTE)
     p_first_weight = p_weights + (first * M + j) * READS
     for n in range(N):
         # constant offsets from one address: a weight costs its load and nothing else

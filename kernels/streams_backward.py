@@ -22,20 +22,20 @@ from kernels.tiles import (
     tensor_at,
     widest,
     width,
-    zeros,
+    zeros_per_warp,
 )
 
 
 @triton.jit
 def dweights_read_kernel(
     p_table, p_dr, p_fit, p_dweights, p_position, T, N, P, n_tiles,
-    SIZES: tl.constexpr, SHARED: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr, BLOCK_D: tl.constexpr,
-    PACKED: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr, COMPUTE: tl.constexpr,
+    SIZES: tl.constexpr, SHARED: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr, WARPS: tl.constexpr,
+    BLOCK_D: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """dr_j . u_nj [N, P, m] of one read; dr is [P, m, D], or [P, D] that all streams share.
 
-    One program: STEPS tokens of one source, all of D. As in `score_read_kernel` the products stay spread over the lanes
-    until the last channel: a sum across lanes per token, stream and tile of channels costs more than the products.
+    One program: STEPS tokens per warp of one source, all of D. As in `score_read_kernel` the products stay spread over
+    the lanes until the last channel: a sum across lanes per token, stream and tile of channels costs more than they do.
     """
     M: tl.constexpr = n_streams(SIZES)
     WINDOW: tl.constexpr = widest(SIZES)
@@ -43,32 +43,33 @@ def dweights_read_kernel(
     n = tl.program_id(0) % N  # the sources of a place side by side: all but one find its dr in the cache
     tile = tl.program_id(0) // N
     b = tile // n_tiles
-    t_first = (tile % n_tiles) * STEPS
+    t_warp = tile % n_tiles * (WARPS * STEPS) + tl.arange(0, WARPS) * STEPS
+    t_first = t_warp[:, None]
     t_oldest = t_first - (WINDOW - 1)
     first = b.to(tl.int64) * T + t_first
     p_oldest = tensor_at(p_table, n, DTYPE) + (b.to(tl.int64) * T + t_oldest) * D
     p_taps = tensor_at(p_table, (2 if COMPUTE == tl.float16 else 1) * N + n, COMPUTE)
     fit = load_fit(p_fit, n, COMPUTE)
-    dots = zeros(M * STEPS, BLOCK_D, tl.float32)
+    dots = zeros_per_warp(M * STEPS, WARPS, BLOCK_D)
     for d in range(0, D, TILES * BLOCK_D):
         rows = ()
         for k in tl.static_range(TILES):
-            o_d = d + k * BLOCK_D + tl.arange(0, BLOCK_D)
+            o_d = d + k * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
             raw = raw_rows(p_oldest, t_oldest, o_d, T, D, WINDOW - 1, STEPS, EVEN)
             rows = rows + (computed(raw, fit, WINDOW - 1 + STEPS, COMPUTE),)
         updated = ()
         for j in tl.static_range(M):
             b_taps = ()
             for k in tl.static_range(TILES):
-                o_d = d + k * BLOCK_D + tl.arange(0, BLOCK_D)
+                o_d = d + k * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
                 b_taps = b_taps + (load_rows(p_taps + first_tap(SIZES, j) * D, o_d, D, learned(SIZES, j)),)
             for s in tl.static_range(STEPS):
                 row = s if SHARED else s * M + j
                 p_row = p_dr + (first if SHARED else first * M) * D + row * D
-                b_products = tl.zeros([BLOCK_D], tl.float16)
+                b_products = tl.zeros([WARPS, BLOCK_D], tl.float16)
                 b_dot = dots[j * STEPS + s]
                 for k in tl.static_range(TILES):
-                    o_d = d + k * BLOCK_D + tl.arange(0, BLOCK_D)
+                    o_d = d + k * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
                     window = seen_at(rows[k], p_position, first + s, t_first + s < T, s, WINDOW, PACKED)
                     b_u = convolved(b_taps[k], window, 0, width(SIZES, j))
                     b_dr = tl.load(p_row + o_d, mask=o_d < (D if EVEN else tl.where(t_first + s < T, D, 0)), other=0.0)
@@ -82,8 +83,8 @@ def dweights_read_kernel(
         dots = updated
     for s in tl.static_range(STEPS):
         for j in tl.static_range(M):
-            at = (n.to(tl.int64) * P + first + s) * M + j
-            tl.store(p_dweights + at, tl.sum(dots[j * STEPS + s]) / fit, mask=t_first + s < T)
+            at = (n.to(tl.int64) * P + b.to(tl.int64) * T + t_warp + s) * M + j
+            tl.store(p_dweights + at, tl.sum(dots[j * STEPS + s], 1) / fit, mask=t_warp + s < T)
 
 
 @triton.constexpr_function
@@ -93,27 +94,21 @@ def tiles_at_once(compute):
 
 
 @triton.jit
-def in_pairs(b_products):
-    """Sums of neighbours [BLOCK_D] to [BLOCK_D / 2], a lane's two channels, in fp32."""
-    low, high = tl.split(tl.reshape(b_products, [b_products.shape[0] // 2, 2]))
-    return (low + high).to(tl.float32)
-
-
-@triton.jit
 def dweights_kernel(
     p_table, p_dr_table, p_fit, p_dweights, p_position, T, N, P, n_tiles,
-    SIZES: tl.constexpr, READS: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr, BLOCK_D: tl.constexpr,
-    PACKED: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr, DR_DTYPE: tl.constexpr, COMPUTE: tl.constexpr,
+    SIZES: tl.constexpr, READS: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr, WARPS: tl.constexpr,
+    BLOCK_D: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr, DR_DTYPE: tl.constexpr,
+    COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """dr_rj . u_nj [READS, N, P, m] of several reads; dr is a table of READS tensors [P, m, D].
 
-    One program: STEPS tokens of one stream of one source, all of D.
+    One program: STEPS tokens per warp of one stream of one source, all of D.
     """
     for j in tl.static_range(n_streams(SIZES)):
         if tl.program_id(1) == j:
             dweights_stream(
                 p_table, p_dr_table, p_fit, p_dweights, p_position, T, N, P, n_tiles,
-                SIZES, j, READS, D, STEPS, BLOCK_D, PACKED, EVEN, DTYPE, DR_DTYPE, COMPUTE,
+                SIZES, j, READS, D, STEPS, WARPS, BLOCK_D, PACKED, EVEN, DTYPE, DR_DTYPE, COMPUTE,
             )  # fmt: skip
 
 
@@ -121,8 +116,8 @@ def dweights_kernel(
 def dweights_stream(
     p_table, p_dr_table, p_fit, p_dweights, p_position, T, N, P, n_tiles,
     SIZES: tl.constexpr, j: tl.constexpr, READS: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr,
-    BLOCK_D: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr, DR_DTYPE: tl.constexpr,
-    COMPUTE: tl.constexpr,
+    WARPS: tl.constexpr, BLOCK_D: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr,
+    DR_DTYPE: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """Products of all reads spread over the lanes, as in `dweights_read_kernel`."""
     M: tl.constexpr = n_streams(SIZES)
@@ -131,7 +126,8 @@ def dweights_stream(
     n = tl.program_id(0) % N
     tile = tl.program_id(0) // N
     b = tile // n_tiles
-    t_first = (tile % n_tiles) * STEPS
+    t_warp = tile % n_tiles * (WARPS * STEPS) + tl.arange(0, WARPS) * STEPS
+    t_first = t_warp[:, None]
     t_oldest = t_first - (WIDTH - 1)
     first = b.to(tl.int64) * T + t_first
     p_oldest = tensor_at(p_table, n, DTYPE) + (b.to(tl.int64) * T + t_oldest) * D
@@ -140,12 +136,12 @@ def dweights_stream(
     for r in tl.static_range(READS):
         gradients = gradients + (tensor_at(p_dr_table, r, DR_DTYPE) + (first * M + j) * D,)
     fit = load_fit(p_fit, n, COMPUTE)
-    dots = zeros(READS * STEPS, BLOCK_D, tl.float32)
+    dots = zeros_per_warp(READS * STEPS, WARPS, BLOCK_D)
     for d in range(0, D, TILES * BLOCK_D):
         rows = ()
         b_taps = ()
         for k in tl.static_range(TILES):
-            o_d = d + k * BLOCK_D + tl.arange(0, BLOCK_D)
+            o_d = d + k * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
             raw = raw_rows(p_oldest, t_oldest, o_d, T, D, WIDTH - 1, STEPS, EVEN)
             rows = rows + (computed(raw, fit, WIDTH - 1 + STEPS, COMPUTE),)
             b_taps = b_taps + (load_rows(p_taps, o_d, D, learned(SIZES, j)),)
@@ -156,10 +152,10 @@ def dweights_stream(
                 window = seen_at(rows[k], p_position, first + s, t_first + s < T, s, WIDTH, PACKED)
                 streams = streams + (convolved(b_taps[k], window, 0, WIDTH),)
             for r in tl.static_range(READS):
-                b_products = tl.zeros([BLOCK_D], tl.float16)
+                b_products = tl.zeros([WARPS, BLOCK_D], tl.float16)
                 b_dot = dots[s * READS + r]
                 for k in tl.static_range(TILES):
-                    o_d = d + k * BLOCK_D + tl.arange(0, BLOCK_D)
+                    o_d = d + k * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
                     mask = o_d < (D if EVEN else tl.where(t_first + s < T, D, 0))
                     b_dr = tl.load(gradients[r] + s * M * D + o_d, mask=mask, other=0.0)
                     if COMPUTE == tl.float16:
@@ -172,5 +168,5 @@ def dweights_stream(
         dots = updated
     for s in tl.static_range(STEPS):
         for r in tl.static_range(READS):
-            at = ((tl.cast(r * N + n, tl.int64)) * P + first + s) * M + j
-            tl.store(p_dweights + at, tl.sum(dots[s * READS + r]) / fit, mask=t_first + s < T)
+            at = (tl.cast(r * N + n, tl.int64) * P + b.to(tl.int64) * T + t_warp + s) * M + j
+            tl.store(p_dweights + at, tl.sum(dots[s * READS + r], 1) / fit, mask=t_warp + s < T)

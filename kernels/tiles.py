@@ -112,6 +112,15 @@ def zeros(COUNT: tl.constexpr, BLOCK_D: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def zeros_per_warp(COUNT: tl.constexpr, WARPS: tl.constexpr, BLOCK_D: tl.constexpr, DTYPE: tl.constexpr = tl.float32):
+    """COUNT tiles of zeros, a row of each for every warp."""
+    tiles = ()
+    for _ in tl.static_range(COUNT):
+        tiles = tiles + (tl.zeros([WARPS, BLOCK_D], DTYPE),)
+    return tiles
+
+
+@triton.jit
 def pushed(window, b_new, LENGTH: tl.constexpr):
     """The window of LENGTH rows one step later."""
     rows = (b_new,)
@@ -128,7 +137,9 @@ def raw_rows(p_first, t_first, o_d, T, D: tl.constexpr, PAST: tl.constexpr, COUN
     """
     rows = ()
     for i in tl.static_range(PAST):
-        mask = o_d < tl.where(t_first + i >= 0, D, 0)
+        t = t_first + i
+        # a tile of several warps may have one that begins beyond the sequence
+        mask = o_d < tl.where(t >= 0 if EVEN else (t >= 0) & (t < T), D, 0)
         rows = rows + (tl.load(p_first + i * D + o_d, mask=mask, other=0.0),)
     for i in tl.static_range(PAST, PAST + COUNT):
         mask = o_d < (D if EVEN else tl.where(t_first + i < T, D, 0))

@@ -27,7 +27,7 @@ from kernels import (
 D = 72
 SIZES = (1, 3)
 SOURCES = {"SIZES": SIZES, "D": D, "PACKED": True, "DTYPE": tl.bfloat16}
-TILE = {"STEPS": 4, "BLOCK_D": 64, "EVEN": False}
+TILE = {"STEPS": 4, "WARPS": 4, "BLOCK_D": 64, "EVEN": False}
 WALK = {"BLOCK_D": 64, "UNROLL": 2, "SHARED": False, "DR_DTYPE": tl.float16, "ADD": True}
 WEIGHTS_ONLY = {"PER_SOURCE": False, "BEND": False, "QUERY": False}
 DQUERIES = {"READS": 2, "BLOCK_T": 32, "BLOCK_D": 64}
@@ -45,21 +45,21 @@ KERNELS = [
     (attnres_read.forward_kernel, ATTNRES | {"p_gain": None}, 1),
     (attnres_read.backward_kernel, ATTNRES | {"NP": 4, "ADD": True}, 4),
     (attnres_read.query_gradient_kernel, {"D": D, "BLOCK_R": 256, "BLOCK_D": 16}, 8),
-    (streams.score_read_kernel, SOURCES | TILE, 1),
-    (streams.score_kernel, SOURCES | TILE | {"READS": 2}, 1),
-    (streams.retrieve_kernel, SOURCES | TILE | NARROW | {"SCALED": True, "BASE": True}, 1),
-    (streams.retrieve_kernel, SOURCES | TILE | WIDE | {"SCALED": False, "BASE": False}, 1),
-    (streams.retrieve_block_kernel, SOURCES | TILE | NARROW | {"READS": 4}, 1),
-    (streams.retrieve_block_kernel, SOURCES | TILE | WIDE | {"READS": 2}, 1),
+    (streams.score_read_kernel, SOURCES | TILE, 4),
+    (streams.score_kernel, SOURCES | TILE | {"READS": 2}, 4),
+    (streams.retrieve_kernel, SOURCES | TILE | NARROW | {"SCALED": True, "BASE": True}, 4),
+    (streams.retrieve_kernel, SOURCES | TILE | WIDE | {"SCALED": False, "BASE": False}, 4),
+    (streams.retrieve_block_kernel, SOURCES | TILE | NARROW | {"READS": 4}, 4),
+    (streams.retrieve_block_kernel, SOURCES | TILE | WIDE | {"READS": 2}, 4),
     (narrow.narrow_taps_kernel, {"BLOCK_D": 128}, 4),
     (narrow.narrow_weights_kernel, {"READS": 2, "BLOCK": 128}, 4),
     (narrow.fit_kernel, {"LEARNED": True, "NORMS": 4}, 1),
     (narrow.gradient_peaks_kernel, {"M": 2, "BEND": True, "QUERY": True, "BLOCK": 1024}, 4),
     (narrow.narrow_gradients_kernel, {"M": 2, "BEND": True, "QUERY": True, "BLOCK": 128}, 4),
-    (streams_backward.dweights_read_kernel, SOURCES | TILE | NARROW | {"SHARED": False}, 1),
-    (streams_backward.dweights_read_kernel, SOURCES | TILE | WIDE | {"SHARED": True}, 1),
-    (streams_backward.dweights_kernel, SOURCES | TILE | NARROW | {"READS": 2, "DR_DTYPE": tl.float16}, 1),
-    (streams_backward.dweights_kernel, SOURCES | TILE | WIDE | {"READS": 2, "DR_DTYPE": tl.float16}, 1),
+    (streams_backward.dweights_read_kernel, SOURCES | TILE | NARROW | {"SHARED": False}, 4),
+    (streams_backward.dweights_read_kernel, SOURCES | TILE | WIDE | {"SHARED": True}, 4),
+    (streams_backward.dweights_kernel, SOURCES | TILE | NARROW | {"READS": 2, "DR_DTYPE": tl.float16}, 4),
+    (streams_backward.dweights_kernel, SOURCES | TILE | WIDE | {"READS": 2, "DR_DTYPE": tl.float16}, 4),
     (combining.dqueries_kernel, SOURCES | DQUERIES | {"PRECISION": "tf32"}, 4),
     (combining.dqueries_kernel, SOURCES | DQUERIES | {"PRECISION": "ieee", "DTYPE": tl.float32}, 4),
     (walk.gradient_kernel, SOURCES | WALK | NARROW | {"PER_SOURCE": False, "BEND": True, "QUERY": True}, 1),
