@@ -170,7 +170,7 @@ def measure(row: Row, subject: Subject, bandwidth: float) -> Iterator[dict[str, 
         times = {
             "pass": which,
             "ms": f"{ms:.4f}",
-            "byte_floor_ms": f"{byte_floor:.4f}",
+            "byte_floor_ms": f"{byte_floor:.4g}",
             "ratio": f"{ms / byte_floor:.2f}",
             "fma_floor_ms": "" if fma_floor is None else f"{fma_floor:.4f}",
             "timing": timing,

@@ -190,7 +190,7 @@ def test_documents_by_boundaries_equal_a_dense_mask_on_a_gpu(compiled):
     gradients = []
     run = torch.compile(module, fullgraph=True) if compiled else module
     for dtype, ends in ((torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, boundaries)):
-        leaf = x.to(dtype).requires_grad_()
+        leaf = x.clone().to(dtype).requires_grad_()
         sequence = sequence_of(position, position, config, ends, dtype)
         assert (sequence.boundaries is None) == (ends is None)
         y = run(leaf, sequence)
