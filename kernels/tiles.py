@@ -69,13 +69,6 @@ def tensor_at(p_table, i, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def load_row(p_row, o_d, inside, D: tl.constexpr):
-    """Row tile in fp32; zeros past D and where `inside` is false."""
-    # one comparison with a scalar bound instead of two masks
-    return tl.load(p_row + o_d, mask=o_d < tl.where(inside, D, 0), other=0.0).to(tl.float32)
-
-
-@triton.jit
 def load_rows(p_first, o_d, D: tl.constexpr, COUNT: tl.constexpr):
     """COUNT consecutive rows as a tuple of row tiles, in their own dtype."""
     rows = ()
@@ -121,15 +114,6 @@ def zeros_per_warp(COUNT: tl.constexpr, WARPS: tl.constexpr, BLOCK_D: tl.constex
 
 
 @triton.jit
-def pushed(window, b_new, LENGTH: tl.constexpr):
-    """The window of LENGTH rows one step later."""
-    rows = (b_new,)
-    for i in tl.static_range(LENGTH - 1):
-        rows = rows + (window[i],)
-    return rows
-
-
-@triton.jit
 def raw_rows(p_first, t_first, o_d, T, D: tl.constexpr, PAST: tl.constexpr, COUNT: tl.constexpr, EVEN: tl.constexpr):
     """PAST rows that may lie before a sequence and COUNT rows that may lie beyond it (not if EVEN), oldest first.
 
@@ -144,15 +128,6 @@ def raw_rows(p_first, t_first, o_d, T, D: tl.constexpr, PAST: tl.constexpr, COUN
     for i in tl.static_range(PAST, PAST + COUNT):
         mask = o_d < (D if EVEN else tl.where(t_first + i < T, D, 0))
         rows = rows + (tl.load(p_first + i * D + o_d, mask=mask, other=0.0),)
-    return rows
-
-
-@triton.jit
-def history(p_source, t, o_d, D: tl.constexpr, LENGTH: tl.constexpr):
-    """The LENGTH rows before row t of a sequence, newest first; zeros before its start."""
-    rows = ()
-    for i in tl.static_range(LENGTH):
-        rows = rows + (load_row(p_source + (t - 1 - i) * D, o_d, t - 1 - i >= 0, D),)
     return rows
 
 
