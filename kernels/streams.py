@@ -171,12 +171,12 @@ def retrieve_kernel(
         for s in tl.static_range(STEPS):
             b_r = tl.zeros([WARPS, BLOCK_D], tl.float32)
             if BASE:
-                inside = t_first + s < T
-                mask = o_d < tl.where(inside, D, 0)
+                exists = t_first + s < T
+                mask = o_d < tl.where(exists, D, 0)
                 b_base = tl.load(p_base + first * M * D + (s * M + j) * D + o_d, mask=mask, other=0.0)
-                kept = tl.load(p_base_weight + first * M + s * M + j, mask=inside, other=0.0)
+                kept = tl.load(p_base_weight + first * M + s * M + j, mask=exists, other=0.0)
                 if NARROW:
-                    kept *= tl.load(p_scale + first * M + s * M + j, mask=inside, other=1.0)
+                    kept *= tl.load(p_scale + first * M + s * M + j, mask=exists, other=1.0)
                 b_r += kept * b_base.to(tl.float32)
             retrieved = retrieved + (b_r.to(COMPUTE),)
     upcoming = raw_rows(tensor_at(p_table, 0, DTYPE) + oldest, t_oldest, o_d, T, D, WINDOW - 1, STEPS, EVEN)

@@ -1,4 +1,5 @@
-"""Compiles the depth-attention kernels for sm_90 and prints their names; `many` or `one_token` (all counts 1).
+"""Compiles the depth-attention kernels for sm_90 and prints their names; `many`, `one_token` (all counts 1),
+or `even` (those that are compiled anew where their tiles divide the sequence).
 
 Run by test_compilation.py in a process of its own, because Triton decides at import whether it interprets.
 """
@@ -15,6 +16,7 @@ from triton.compiler import ASTSource, compile
 from kernels import (
     attnres_read,
     combining,
+    cross_entropy,
     depth_softmax,
     mixing,
     mixing_backward,
@@ -51,6 +53,7 @@ KERNELS = [
     (streams.retrieve_kernel, SOURCES | TILE | WIDE | {"SCALED": False, "BASE": False}, 4),
     (streams.retrieve_block_kernel, SOURCES | TILE | NARROW | {"READS": 4}, 4),
     (streams.retrieve_block_kernel, SOURCES | TILE | WIDE | {"READS": 2}, 4),
+    (cross_entropy.cross_entropy_kernel, {"GRADIENT": True, "BLOCK": 1024}, 2),
     (narrow.narrow_taps_kernel, {"BLOCK_D": 128}, 4),
     (narrow.narrow_weights_kernel, {"READS": 2, "BLOCK": 128}, 4),
     (narrow.fit_kernel, {"LEARNED": True, "NORMS": 4}, 1),
@@ -78,7 +81,7 @@ KERNELS = [
     (mixing_backward.gradient_kernel, MIX | MIX_GRADIENT | {"WIDTH": 4, "PARTS": 2, "DOT": "half"}, 4),
     (mixing_backward.gradient_kernel, MIX | MIX_GRADIENT | {"WIDTH": 16, "PARTS": 1, "DOT": "tf32x3"}, 4),
 ]
-COUNTS = ("T", "N", "P", "K", "n_tiles", "n_segments", "n_tokens", "count", "tokens", "n_norms")
+COUNTS = ("T", "N", "P", "K", "V", "n_tiles", "n_segments", "n_tokens", "count", "tokens", "n_norms")
 TYPES = {
     "p_out": "*bf16",
     "p_dh": "*bf16",
@@ -87,6 +90,8 @@ TYPES = {
     "p_parts": "*bf16",
     "p_base": "*fp16",
     "p_table": "*i64",
+    "p_target": "*i64",
+    "ignored": "i32",
     "p_dr_table": "*i64",
     "p_row_table": "*i64",
     "p_position": "*i32",
@@ -125,4 +130,7 @@ def check(kernel, constants: dict, warps: int, all_one: bool) -> None:
 
 if __name__ == "__main__":
     for kernel, constants, warps in KERNELS:
-        check(kernel, constants, warps, all_one=sys.argv[1] == "one_token")
+        if sys.argv[1] != "even":
+            check(kernel, constants, warps, all_one=sys.argv[1] == "one_token")
+        elif "EVEN" in constants:
+            check(kernel, constants | {"EVEN": True}, warps, all_one=False)
