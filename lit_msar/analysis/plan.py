@@ -186,7 +186,7 @@ def memory(setup: Setup) -> dict[str, float]:
 
 
 def _moments(setup: Setup) -> Iterator[dict[str, float]]:
-    count, config, n_layers = parameters(setup), setup.config, setup.config.n_layers
+    count, n_layers = parameters(setup), setup.config.n_layers
     share = count.total / setup.n_shards
     if setup.sharded:
         n_live = n_layers if not setup.reshard_after_forward else min(2 + setup.prefetch, n_layers)
