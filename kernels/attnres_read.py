@@ -70,7 +70,7 @@ def dot(x, y):
     return tl.sum(b_sum, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def forward_kernel(
     p_table, p_query, p_gain, p_out, p_logits, p_rstd, p_lse, N, eps,
     D: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr,
@@ -103,7 +103,7 @@ def forward_kernel(
     tl.store(p_lse + t, peak + tl.log(total))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def backward_kernel(
     p_table, p_query, p_gain, p_dh, p_logits, p_rstd, p_lse, p_dq, n_tokens, N,
     NP: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, ADD: tl.constexpr,

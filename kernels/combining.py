@@ -29,7 +29,7 @@ def read_rows(reads, taps):
     return max(1 << (int(reads) - 1).bit_length(), 16 // taps)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def combine_kernel(
     p_row_table, p_scaled_weights, p_slope, p_query_peak, p_unit, p_du, N, P, count,
     READS: tl.constexpr, WEIGHTED: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr,
@@ -82,7 +82,7 @@ def combine_kernel(
         tl.store(p_at + o_d[None, None, :], b_du.to(DTYPE), mask=m_tn[:, :, None] & (o_d < D)[None, None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "n_segments"])
 def dqueries_kernel(
     p_table, p_slope, p_position, p_dqueries, T, N, P, n_segments, SEGMENT,
     SIZES: tl.constexpr, READS: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,

@@ -7,7 +7,7 @@ import triton.language as tl
 BLOCK = 128
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def weights_kernel(p_logits, p_rstd, p_weights, p_lse, p_scale, N, count, BLOCK: tl.constexpr):
     """Softmax over the N sources of each read.
 
@@ -52,7 +52,7 @@ def merge_kernel(p_logit, p_rstd, p_lse, p_scale, p_weight, p_base_weight, p_mer
     tl.store(p_merged_scale + o, tl.minimum(b_scale, tl.load(p_rstd + o, mask=inside, other=1.0)), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def slopes_kernel(
     p_dweights, p_unit, p_mean, p_weights, p_logits, p_rstd, p_scaled_weights, p_slope, p_bend, N, count, constant, D,
     READS: tl.constexpr, UNITS: tl.constexpr, MEANS: tl.constexpr, BLOCK: tl.constexpr,

@@ -26,7 +26,7 @@ BLOCK = 128
 PEAK_BLOCK = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def narrow_taps_kernel(p_table, p_taps, p_norms, N, K, D, BLOCK_D: tl.constexpr):
     """Taps [G, K, D] in fp16, and the largest sum over the K taps of a channel, per tile of channels: [G, tiles].
 
@@ -72,7 +72,7 @@ def fit_kernel(p_smallest_rstd, p_norms, p_fit, group_step, n_norms, M, D, LEARN
     tl.store(p_fit + tl.num_programs(0) + n, room)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def narrow_weights_kernel(
     p_weights, p_scale, p_fit, p_narrow, N, count, READS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -115,7 +115,7 @@ def gradient_peaks_kernel(
     tl.store(p_peaks + n * tl.num_programs(0) + tl.program_id(0), tl.max(b_peak))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def narrow_gradients_kernel(
     p_weights, p_slope, p_bend, p_query_peak, p_peak, p_fit, p_room, p_narrow, p_dfit, N, count,
     M: tl.constexpr, BEND: tl.constexpr, QUERY: tl.constexpr, BLOCK: tl.constexpr,

@@ -29,7 +29,7 @@ from kernels.tiles import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "n_tiles"])
 def score_read_kernel(
     p_table, p_query, p_position, p_logits, p_rstd, T, N, P, n_tiles, eps,
     SIZES: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr, WARPS: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -76,7 +76,7 @@ def score_read_kernel(
             tl.store(p_logits + row, tl.sum(dots[j * STEPS + s], 1) * rstd, mask=t_warp + s < T)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "n_tiles"])
 def score_kernel(
     p_table, p_query, p_position, p_logits, p_rstd, T, N, P, n_tiles, eps,
     SIZES: tl.constexpr, READS: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr, WARPS: tl.constexpr,
@@ -140,7 +140,7 @@ def score_stream(
             tl.store(p_logits + r * tl.cast(N * P * M, tl.int64) + row, b_logit, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "n_tiles"])
 def retrieve_kernel(
     p_table, p_weights, p_fit, p_scale, p_base, p_base_weight, p_position, p_out, T, N, P, n_tiles,
     SIZES: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr, WARPS: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -213,7 +213,7 @@ def retrieve_kernel(
             tl.store(p_rows + (s * M + j) * D, b_r.to(p_out.dtype.element_ty), mask=o_d < tl.where(inside, D, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "n_tiles"])
 def retrieve_block_kernel(
     p_table, p_weights, p_fit, p_scale, p_position, p_out, T, N, P, n_tiles,
     SIZES: tl.constexpr, READS: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr, WARPS: tl.constexpr,

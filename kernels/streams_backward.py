@@ -26,7 +26,7 @@ from kernels.tiles import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "n_tiles"])
 def dweights_read_kernel(
     p_table, p_dr, p_fit, p_dweights, p_position, T, N, P, n_tiles,
     SIZES: tl.constexpr, SHARED: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr, WARPS: tl.constexpr,
@@ -93,7 +93,7 @@ def tiles_at_once(compute):
     return 2 if compute == tl.float16 else 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "n_tiles"])
 def dweights_kernel(
     p_table, p_dr_table, p_fit, p_dweights, p_position, T, N, P, n_tiles,
     SIZES: tl.constexpr, READS: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr, WARPS: tl.constexpr,

@@ -27,7 +27,7 @@ from kernels.tiles import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "n_segments"])
 def gradient_kernel(
     p_table, p_dr_table, p_weights, p_slope, p_bend, p_query, p_fit, p_dfit, p_position, p_dtaps, p_dquery,
     T, N, P, n_segments, SEGMENT,
