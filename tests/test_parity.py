@@ -9,7 +9,7 @@ import yaml
 
 from data.prepare import prepare
 from kernels import reference
-from lit_msar.analysis import parity
+from lit_msar import parity
 
 SHAPE = {"d_model": 32, "n_layers": 2, "n_heads": 2, "n_kv_heads": 2, "head_dim": 16, "d_ff": 64, "vocab_size": 320}
 STEPS = 3

@@ -1,4 +1,4 @@
-"""Training with the kernels beside training with the reference: `python -m lit_msar.analysis.parity --data DIR`.
+"""Training with the kernels beside training with the reference: `python -m lit_msar.parity --data DIR`.
 
 Every strategy is trained from one start on the same text several times: on the reference, on the reference with its
 sums in another order, and (on a GPU) on the Triton kernels. How far apart the first two drift is what rounding alone
@@ -201,7 +201,7 @@ def wanted_runs(names: list[str], with_triton: bool) -> list[tuple[str, str]]:
 def run_all(runs: list[tuple[str, str]], options: Options, jobs: int, arguments: list[str]) -> None:
     """Each run that is not complete, in a process of its own with these arguments, `jobs` at a time."""
     waiting = [r for r in runs if len(read_losses(losses_path(options.output, *r))) < options.steps]
-    command = [sys.executable, "-m", "lit_msar.analysis.parity", *arguments]
+    command = [sys.executable, "-m", "lit_msar.parity", *arguments]
     running: list[tuple[tuple[str, str], subprocess.Popen]] = []
     while waiting or running:
         while waiting and len(running) < jobs:
@@ -249,7 +249,7 @@ def compare(runs: list[tuple[str, str]], options: Options) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m lit_msar.analysis.parity", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m lit_msar.parity", description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="prepared directory")
     parser.add_argument("--output", type=Path, required=True, help="folder of parity.csv and a CSV file per run")
     parser.add_argument("--size", default="proxy-m", help="name in configs/size, or a file (default proxy-m)")
