@@ -13,12 +13,13 @@ import sys
 import tempfile
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels import combining, mixing, mixing_backward, streams, streams_backward, walk
+from kernels import combining, mixing, mixing_backward, msar_mix, streams, streams_backward, walk
 
 D, TOKENS = 2112, 8192
 READS, SOURCES = 8, 8
@@ -29,10 +30,13 @@ TILE = SHAPE | {"EVEN": True, "WARPS": 4}
 NARROW = {"COMPUTE": tl.float16}
 WALK = SHAPE | NARROW | {"DR_DTYPE": tl.float16, "UNROLL": 4, "ADD": True, "SHARED": False}
 MIX = {"M": 4, "D": D}
-MIX_ROWS = {"TILE": 1024, "TAIL": 128, "LANES": 128, "TOKENS": 1, "SOFTMAX": False, "MEAN": False}
-MIX_FACTORS = {"BLOCK_T": 4, "BLOCK_D": 256, "STAGES": 2, "SOFTMAX": False}
-MIX_GRADIENT = {"WIDTH": 4, "PARTS": 2, "DOT": "half", "GROUP": 4, "N_GROUPS": 256, "BLOCK_T": 32, "BLOCK_D": 64}
-MIX_GRADIENT |= {"STAGES": 3, "DOTS": False, "p_dots": None}
+MIX_ROWS = {"TOKENS": msar_mix.MIX_TOKENS, "SOFTMAX": False, "MEAN": False}
+MIX_ROWS |= msar_mix.row_tiles(4, D, msar_mix.MIX_TOKENS)
+MIX_FACTORS = {"SOFTMAX": False} | msar_mix.factors_tile(4).options()
+MIX_GRADIENT = {"WIDTH": msar_mix.product_width(4, 2), "PARTS": 2, "DOT": "half", "DOTS": False, "p_dots": None}
+MIX_GRADIENT |= {"GROUP": MIX_FACTORS["BLOCK_T"], "N_GROUPS": msar_mix.GROUPS_AT_ONCE}
+MIX_GRADIENT |= msar_mix.gradient_tile(4, torch.float16).options()
+MIX_WARPS = [tile.pop("num_warps") for tile in (MIX_ROWS, MIX_FACTORS, MIX_GRADIENT)]
 NO_QUERY = {"QUERY": False, "p_slope": None, "p_query": None, "p_dquery": None}
 NO_BASE = {"BASE": False, "p_base": None, "p_base_weight": None}
 COMBINED = {"READS": READS, "WEIGHTED": True, "M": 4, "D": D, "BLOCK_T": 8, "BLOCK_N": 16, "BLOCK_K": 16, "BLOCK_D": 64}
@@ -74,9 +78,9 @@ CASES = (
     Case(
         "retrieve, 8 reads", streams.retrieve_block_kernel, TILE | NARROW | {"STEPS": 8, "READS": READS}, 4, 16, SOURCES
     ),
-    Case("mix", mixing.mix_kernel, MIX | MIX_ROWS, 4, 16.5, 1),
-    Case("mix backward, factors", mixing_backward.factors_kernel, MIX | MIX_FACTORS, 4, 8, 1),
-    Case("mix backward, gradients", mixing_backward.gradient_kernel, MIX | MIX_GRADIENT, 4, 16, 1),
+    Case("mix", mixing.mix_kernel, MIX | MIX_ROWS, MIX_WARPS[0], 8.25, 1),
+    Case("mix backward, factors", mixing_backward.factors_kernel, MIX | MIX_FACTORS, MIX_WARPS[1], 8, 1),
+    Case("mix backward, gradients", mixing_backward.gradient_kernel, MIX | MIX_GRADIENT, MIX_WARPS[2], 16, 1),
     Case(
         "weights' gradient",
         streams_backward.dweights_read_kernel,

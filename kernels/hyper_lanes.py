@@ -13,6 +13,8 @@ every lane (`lane`). Products with W run on the tensor cores. For bf16 lanes W c
 import triton
 import triton.language as tl
 
+from kernels.tiles import product
+
 
 @triton.jit
 def split_kernel(p_weight, p_parts, count, BLOCK: tl.constexpr):
@@ -23,16 +25,6 @@ def split_kernel(p_weight, p_parts, count, BLOCK: tl.constexpr):
     b_high = b_w.to(tl.bfloat16)
     tl.store(p_parts + o, b_high, mask=inside)
     tl.store(p_parts + count + o, (b_w - b_high.to(tl.float32)).to(tl.bfloat16), mask=inside)
-
-
-@triton.jit
-def product(b_a, b_b, accumulator, DOT: tl.constexpr):
-    """accumulator + a b: `bf16` on the tensor cores as they are, otherwise in fp32 with that precision."""
-    if DOT == "bf16":
-        out = tl.dot(b_a, b_b, accumulator)
-    else:
-        out = tl.dot(b_a.to(tl.float32), b_b.to(tl.float32), accumulator, input_precision=DOT)
-    return out
 
 
 @triton.jit

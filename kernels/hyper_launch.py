@@ -132,7 +132,7 @@ def _precision(dtype: torch.dtype) -> tuple[int, str]:
     """Parts of W, and how its products are taken."""
     if dtype == torch.bfloat16:
         # the interpreter cannot multiply bf16; raised operands give the same products
-        return 2, "ieee" if triton.knobs.runtime.interpret else "bf16"
+        return 2, "ieee" if triton.knobs.runtime.interpret else "half"
     return 1, "ieee" if dtype == torch.float32 else "tf32x3"
 
 
@@ -170,7 +170,7 @@ def update_lanes(
         lanes, *(write or (None,) * 3), out, parts, projected, P,
         UPDATE=write is not None, PROJECT=project, COLS=columns, n=n, D=D,
         # 64 rows of W, parts included, are the least that Hopper's tensor cores take as they are
-        WIDTH=max(64 // n_parts, _dot_width(columns)) if dot == "bf16" else _dot_width(columns),
+        WIDTH=max(64 // n_parts, _dot_width(columns)) if dot == "half" else _dot_width(columns),
         PARTS=n_parts, DOT=dot, **tile.options(),
     )  # fmt: skip
     return out, projected

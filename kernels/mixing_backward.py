@@ -18,6 +18,7 @@ import triton.language as tl
 
 from kernels.mixing import gates_of
 from kernels.narrow import GRADIENT_PEAK
+from kernels.tiles import product
 
 
 @triton.jit
@@ -124,16 +125,6 @@ def factors_kernel(
         tl.store(p_factor + 2 * M + j, slopes[j], mask=m_t)
         tl.store(p_factor + 3 * M + j, 1.0 / unit, mask=m_t)
         tl.store(p_factor + 4 * M + j, r_units[j], mask=m_t)
-
-
-@triton.jit
-def product(b_a, b_b, accumulator, DOT: tl.constexpr):
-    """accumulator + a b: `half` on the tensor cores as they are, otherwise in fp32 with that precision."""
-    if DOT == "half":
-        out = tl.dot(b_a, b_b, accumulator)
-    else:
-        out = tl.dot(b_a.to(tl.float32), b_b.to(tl.float32), accumulator, input_precision=DOT)
-    return out
 
 
 @triton.jit

@@ -184,6 +184,16 @@ def convolved(taps, window, FIRST: tl.constexpr, WIDTH: tl.constexpr):
     return u
 
 
+@triton.jit
+def product(b_a, b_b, accumulator, DOT: tl.constexpr):
+    """accumulator + a b: `half` on the tensor cores as they are, otherwise in fp32 with that precision."""
+    if DOT == "half":
+        out = tl.dot(b_a, b_b, accumulator)
+    else:
+        out = tl.dot(b_a.to(tl.float32), b_b.to(tl.float32), accumulator, input_precision=DOT)
+    return out
+
+
 # ----------------------------------------------------------------------------------------------- on the host
 
 

@@ -26,9 +26,10 @@ from data.shards import load_manifest
 from data.split import IGNORE, TokenSplit
 from kernels import reference
 from lit_msar import residual
+from lit_msar.errors import one_line
 from lit_msar.model import Decoder, DecoderConfig
 from lit_msar.residual import Residual
-from lit_msar.training.optim import OptimizerConfig, adamw, prepare_step, wsd_factor
+from lit_msar.training.optim import OptimizerConfig, adamw, clipped_step, wsd_factor
 
 BOUND, FACTOR = 5e-3, 1.5
 BALANCE_RATE = 1e-3
@@ -153,12 +154,9 @@ def train(name: str, run: str, options: Options, device: torch.device) -> Iterat
         _, losses, router = decoder(tokens, targets)
         loss = losses.total / (targets != IGNORE).sum()
         loss.backward()
-        norm = torch.nn.utils.get_total_norm([p.grad for p in decoder.parameters() if p.grad is not None])
         for group in optimizer.param_groups:
             group["lr"] = optimizer_config.lr * schedule(step)
-        prepare_step(optimizer, (1.0 / norm).clamp(max=1.0), 1 - norm.isfinite().float())
-        optimizer.step()
-        optimizer.zero_grad()
+        clipped_step(optimizer)
         if router is not None:
             decoder.update_balance(router.load, BALANCE_RATE)
         yield loss.item()
@@ -268,7 +266,12 @@ def main(arguments: list[str] | None = None) -> int:
     if args.run:
         write_run(*args.run, options)
         return 0
-    options.shape()  # errors of the options show here and not in every run
+    try:  # errors of the options and of the data show here, once, and not in every run
+        options.shape()
+        next(batches(options))
+    except (ValueError, OSError) as error:
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        return 2
     runs = wanted_runs(args.strategies, torch.cuda.is_available())
     run_all(runs, options, args.jobs, arguments)
     return 0 if compare(runs, options) else 1

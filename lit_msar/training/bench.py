@@ -36,7 +36,7 @@ from lit_msar.residual import Residual, Site, State
 from lit_msar.residual.registry import parse_strategies
 from lit_msar.training.bench_rows import PARTS, BenchRow, bench_table, growth_table, write_csv
 from lit_msar.training.module import LanguageModel
-from lit_msar.training.optim import OptimizerConfig, adamw, prepare_step
+from lit_msar.training.optim import OptimizerConfig, adamw, clipped_step
 from lit_msar.training.result import commit, device_name
 
 
@@ -219,13 +219,7 @@ class Bench:
             loss.backward()
         self.clock.mark(None)  # the embedding, whose backward is the last to be entered
         with self.clock.part("optimizer"):
-            grads = [p.grad for o in optimizers for g in o.param_groups for p in g["params"] if p.grad is not None]
-            norm = torch.nn.utils.get_total_norm(grads)
-            factor, stopped = (1.0 / norm).clamp(max=1.0), 1 - norm.isfinite().float()
-            for optimizer in optimizers:
-                prepare_step(optimizer, factor, stopped)
-                optimizer.step()
-                optimizer.zero_grad()
+            clipped_step(*optimizers)
         self.clock.mark(None)
         return self.clock.read(), loss.item()
 

@@ -77,6 +77,17 @@ def prepare_step(optimizer: torch.optim.AdamW, factor: Tensor, stopped: Tensor) 
     optimizer.found_inf = stopped.to(device, torch.float32)
 
 
+def clipped_step(*optimizers: torch.optim.AdamW) -> None:
+    """One update of all by gradients clipped to a common norm of 1, and free them; none if the norm is not finite."""
+    gradients = [p.grad for o in optimizers for group in o.param_groups for p in group["params"] if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    factor, stopped = (1.0 / norm).clamp(max=1.0), 1 - norm.isfinite().float()
+    for optimizer in optimizers:
+        prepare_step(optimizer, factor, stopped)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def wsd_factor(config: OptimizerConfig, max_steps: int) -> Callable[[int], float]:
     """Factor on the peak learning rate at each optimizer step (counted from 0) of a run of `max_steps`.
 
