@@ -134,3 +134,13 @@ def test_a_complete_run_is_not_run_again(options, monkeypatch, tmp_path, capsys)
     arguments = ["--data", str(options.data), "--size", str(options.size), "--output", str(tmp_path), "--steps", "2"]
     assert parity.main([*arguments, "--strategies", "HC"]) == 1
     assert started == [["HC", "reordered"]]
+
+
+@pytest.mark.parametrize("wrong", [["--data", "no/such/data"], ["--size", "no-such-size"], ["--steps", "100000"]])
+def test_wrong_options_end_with_one_line_that_names_them(options, tmp_path, capsys, wrong):
+    given = ["--data", str(options.data), "--output", str(tmp_path), "--size", str(options.size)]
+    assert parity.main([*given, *wrong]) == 2
+    message = capsys.readouterr().err.strip()
+    assert message.startswith("error:")
+    assert "\n" not in message
+    assert not list(tmp_path.iterdir())
