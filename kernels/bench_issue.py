@@ -53,7 +53,7 @@ TYPES = {
     "p_row_table": "*i64",
     "eps": "fp32",
 }
-NARROW_TYPES = TYPES | dict.fromkeys(("p_weights", "p_slope", "p_bend", "p_query"), "*fp16")  # where fp16 computes
+NARROW_TYPES = TYPES | dict.fromkeys(("p_weights", "p_slope", "p_bend"), "*fp16")  # where fp16 computes
 COUNTS = ("T", "N", "P", "n_tiles", "n_segments", "SEGMENT", "count", "tokens")
 
 

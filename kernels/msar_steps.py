@@ -343,10 +343,10 @@ def walk_sources(
     dtaps = weights.new_empty(N, B * n_segments, spec.K, D)
     dquery = None if query is None else weights.new_empty(N, B * n_segments, spec.m, D)
     weights, slope, bend = (None if x is None else x[part] for x in (weights, slope, bend))
-    compute, fit, dfit, peak = computing_dtype(sources, dr_dtype), None, None, None
+    compute, fit, dfit = computing_dtype(sources, dr_dtype), None, None
     if compute == torch.float16:
         fit, room = (x[part] for x in sources.fits(rstd))
-        small, dfit, query, peak = narrow.narrow_gradients(weights, slope, bend, query, rstd[part], (fit, room), D)
+        small, dfit = narrow.narrow_gradients(weights, slope, bend, query, rstd[part], (fit, room), D)
         weights, bend, slope = small[0], None if bend is None else small[1], None if slope is None else small[2]
     walk.gradient_kernel[(triton.cdiv(D, spec.block_d) * N, B * n_segments)](
         sources.table[:, part].contiguous(), dr_table, weights, slope, bend, query, fit, dfit, sources.position, dtaps,
@@ -355,9 +355,7 @@ def walk_sources(
         UNROLL=4, ADD=sources.buffers.add, DR_DTYPE=TRITON_DTYPES[dr_dtype], num_warps=1,
         **sources.constants(spec, compute),
     )  # fmt: skip
-    if dquery is not None:
-        dquery = dquery.sum((0, 1)) if peak is None else dquery.sum((0, 1)) / peak[:, None]
-    return dquery, dtaps.sum(1)
+    return None if dquery is None else dquery.sum((0, 1)), dtaps.sum(1)
 
 
 def combine(

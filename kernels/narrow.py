@@ -97,7 +97,7 @@ def gradient_peaks_kernel(
     p_weights, p_slope, p_bend, p_query_peak, p_rstd, p_peaks, count, D,
     M: tl.constexpr, BEND: tl.constexpr, QUERY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Bounds of |du|, the largest of every tile of tokens and streams: [N, tiles].
+    """Of every tile of tokens and streams [N, tiles] a bound of |du| and (QUERY) the largest |slope|: two of them.
 
     Args:
         p_weights, p_slope (QUERY), p_bend, p_rstd (BEND): [N, count]; p_query_peak: [M], the queries' largest values.
@@ -112,24 +112,29 @@ def gradient_peaks_kernel(
     if QUERY:
         b_slope = tl.load(p_slope + at, mask=o < count, other=0.0)
         b_peak += tl.abs(b_slope) * tl.load(p_query_peak + o % M, mask=o < count, other=0.0)
+        p_slope_peaks = p_peaks + tl.num_programs(0) * tl.num_programs(1)
+        tl.store(p_slope_peaks + n * tl.num_programs(0) + tl.program_id(0), tl.max(tl.abs(b_slope)))
     tl.store(p_peaks + n * tl.num_programs(0) + tl.program_id(0), tl.max(b_peak))
 
 
 @triton.jit(do_not_specialize=["N"])
 def narrow_gradients_kernel(
-    p_weights, p_slope, p_bend, p_query_peak, p_peak, p_fit, p_room, p_narrow, p_dfit, N, count,
-    M: tl.constexpr, BEND: tl.constexpr, QUERY: tl.constexpr, BLOCK: tl.constexpr,
+    p_weights, p_slope, p_bend, p_peaks, p_fit, p_room, p_narrow, p_dfit, N, count,
+    BEND: tl.constexpr, QUERY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What a walk weights by, in fp16 and for du times `dfit`: weights, and bend and slope if asked for, [3, N, count].
+    """What a walk weights by, in fp16: weights and bend for du times `dfit`, slope in units of its own, [3, N, count].
+
+    A slope also multiplies u, for the query's gradient, which it must give however small the query is: zero at the
+    start of training. So the query takes what is left of `dfit`.
 
     Args:
-        p_weights, p_slope, p_bend, p_query_peak: as for `gradient_peaks_kernel`; p_peak: [N], the largest of its peaks.
+        p_weights, p_slope, p_bend: as for `gradient_peaks_kernel`; p_peaks: [2, N], the largest of its peaks.
         p_fit, p_room: [N], of `fit_kernel`.
-        p_dfit: [N], written.
+        p_dfit: [2, N], written: what du and (QUERY) slopes are multiplied by.
     """
     n = tl.program_id(1)
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    dfit = power_of_two(PEAK * tl.load(p_room + n) / tl.maximum(tl.load(p_peak + n), 1e-30))
+    dfit = power_of_two(PEAK * tl.load(p_room + n) / tl.maximum(tl.load(p_peaks + n), 1e-30))
     if tl.program_id(0) == 0:
         tl.store(p_dfit + n, dfit)
     at = n.to(tl.int64) * count + o
@@ -140,9 +145,11 @@ def narrow_gradients_kernel(
         b_bend = tl.load(p_bend + at, mask=o < count, other=0.0) * (dfit / tl.load(p_fit + n))
         b_bend = tl.minimum(tl.maximum(b_bend, -FP16_MAX), FP16_MAX)
         tl.store(p_narrow + past + at, b_bend.to(tl.float16), mask=o < count)
-    if QUERY:  # of queries with 1 as their largest value
-        b_slope = tl.load(p_slope + at, mask=o < count, other=0.0)
-        b_slope *= tl.load(p_query_peak + o % M, mask=o < count, other=0.0) * dfit
+    if QUERY:
+        slope_fit = power_of_two(PEAK / tl.maximum(tl.load(p_peaks + N + n), 1e-30))
+        if tl.program_id(0) == 0:
+            tl.store(p_dfit + N + n, slope_fit)
+        b_slope = tl.load(p_slope + at, mask=o < count, other=0.0) * slope_fit
         tl.store(p_narrow + 2 * past + at, b_slope.to(tl.float16), mask=o < count)
 
 
@@ -186,7 +193,7 @@ def narrow_weights(weights: Tensor, scale: Tensor, fit: Tensor) -> Tensor:
 def narrow_gradients(
     weights: Tensor, slope: Tensor | None, bend: Tensor | None, query: Tensor | None, rstd: Tensor,
     fits: tuple[Tensor, Tensor], width: int,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """What a walk over N sources takes in fp16.
 
     Args:
@@ -195,19 +202,17 @@ def narrow_gradients(
         fits: of these sources, from `fit`.
         width: D.
     Returns:
-        Weights, bend and slope [3, N, P, m]; the powers of two in them [N]; the query with 1 as the largest value of a
-        stream in fp16, and what that counts [m].
+        Weights, bend and slope [3, N, P, m]; the powers of two in them [2, N], of the first two and of slope.
     """
     N, P, m = weights.shape
-    peak = None if query is None else query.abs().amax(-1).clamp_min(1e-30)
-    narrow, dfit = weights.new_empty(3, N, P, m, dtype=torch.float16), weights.new_empty(N)
-    options = {"M": m, "BEND": bend is not None, "QUERY": query is not None, "num_warps": 4}
-    peaks = weights.new_empty(N, triton.cdiv(P * m, PEAK_BLOCK))
-    gradient_peaks_kernel[(peaks.shape[1], N)](
-        weights, slope, bend, peak, rstd, peaks, P * m, width,
-        BLOCK=PEAK_BLOCK, **options,
-    )  # fmt: skip
-    narrow_gradients_kernel[(triton.cdiv(P * m, BLOCK), N)](
-        weights, slope, bend, peak, peaks.amax(1), *fits, narrow, dfit, N, P * m, BLOCK=BLOCK, **options
+    peak = None if query is None else query.abs().amax(-1)
+    narrow, dfit = weights.new_empty(3, N, P, m, dtype=torch.float16), weights.new_empty(2, N)
+    options = {"BEND": bend is not None, "QUERY": query is not None, "num_warps": 4}
+    peaks = weights.new_empty(2, N, triton.cdiv(P * m, PEAK_BLOCK))
+    gradient_peaks_kernel[(peaks.shape[2], N)](
+        weights, slope, bend, peak, rstd, peaks, P * m, width, M=m, BLOCK=PEAK_BLOCK, **options
     )
-    return narrow, dfit, None if query is None else (query / peak[:, None]).half(), peak
+    narrow_gradients_kernel[(triton.cdiv(P * m, BLOCK), N)](
+        weights, slope, bend, peaks.amax(2), *fits, narrow, dfit, N, P * m, BLOCK=BLOCK, **options
+    )
+    return narrow, dfit

@@ -53,9 +53,9 @@ def gradient_kernel(
         p_dr_table: one tensor [P, m, D] for all sources, or one per source (PER_SOURCE); or [P, D] that all streams
             share (SHARED).
         p_weights: [N, P, m], in the units of dr.
-        p_bend: [N, P, m], without BEND left out; p_slope: [N, P, m], p_query: [m, D], without QUERY left out; all of
-            COMPUTE, weights too.
-        p_fit, p_dfit: [N], for fp16.
+        p_bend: [N, P, m], without BEND left out; p_slope: [N, P, m], without QUERY left out; of COMPUTE, weights too.
+        p_query: [m, D], fp32, without QUERY left out.
+        p_fit: [N], p_dfit: [2, N], the powers of two in du and in slope; for fp16.
         p_dtaps: [N, B n_segments, K, D], one partial row set per program; p_dquery: likewise [N, B n_segments, m, D].
     """
     M: tl.constexpr = n_streams(SIZES)
@@ -76,9 +76,12 @@ def gradient_kernel(
     fit = load_fit(p_fit, n, COMPUTE)
     dfit = load_fit(p_dfit, n, COMPUTE)
     unit = 1.0 / dfit
+    slope_fit = load_fit(p_dfit, N + n, COMPUTE)
     queries = ()
     if QUERY:
-        queries = load_rows(p_query, o_d, D, M)
+        given = load_rows(p_query, o_d, D, M)
+        for j in tl.static_range(M):
+            queries = queries + ((given[j] * (dfit / slope_fit)).to(COMPUTE),)
     pending = zeros(PAST, BLOCK_D, COMPUTE)  # dv of the last rows, oldest first
     dtaps = zeros(K, BLOCK_D, tl.float32)
     dquery = zeros(M if QUERY else 0, BLOCK_D, tl.float32)
@@ -161,7 +164,7 @@ def gradient_kernel(
         tl.store(p_dtaps + (program * K + i) * D + o_d, dtaps[i] / (fit * dfit), mask=o_d < D)
     if QUERY:
         for j in tl.static_range(M):
-            tl.store(p_dquery + (program * M + j) * D + o_d, dquery[j] / (fit * dfit), mask=o_d < D)
+            tl.store(p_dquery + (program * M + j) * D + o_d, dquery[j] / (fit * slope_fit), mask=o_d < D)
 
 
 @triton.jit

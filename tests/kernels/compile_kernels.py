@@ -36,7 +36,7 @@ DQUERIES = {"READS": 2, "BLOCK_T": 32, "BLOCK_D": 64}
 COMBINED = {"READS": 2, "M": 2, "D": D, "BLOCK_T": 8, "BLOCK_N": 16, "BLOCK_K": 16, "BLOCK_D": 64}
 NARROW = {"COMPUTE": tl.float16}
 WIDE = {"COMPUTE": tl.float32, "p_fit": None, "p_dfit": None}
-NARROW_POINTERS = ("p_weights", "p_slope", "p_bend", "p_query")
+NARROW_POINTERS = ("p_weights", "p_slope", "p_bend")
 ATTNRES = {"D": D, "TILE": 64, "STAGES": 4, "DTYPE": tl.bfloat16}
 MIX = {"M": 2, "D": D}
 MIX_ROWS = {"TILE": 64, "TAIL": 64, "LANES": 64, "TOKENS": 2}
@@ -58,7 +58,7 @@ KERNELS = [
     (narrow.narrow_weights_kernel, {"READS": 2, "BLOCK": 128}, 4),
     (narrow.fit_kernel, {"LEARNED": True, "NORMS": 4}, 1),
     (narrow.gradient_peaks_kernel, {"M": 2, "BEND": True, "QUERY": True, "BLOCK": 1024}, 4),
-    (narrow.narrow_gradients_kernel, {"M": 2, "BEND": True, "QUERY": True, "BLOCK": 128}, 4),
+    (narrow.narrow_gradients_kernel, {"BEND": True, "QUERY": True, "BLOCK": 128}, 4),
     (streams_backward.dweights_read_kernel, SOURCES | TILE | NARROW | {"SHARED": False}, 4),
     (streams_backward.dweights_read_kernel, SOURCES | TILE | WIDE | {"SHARED": True}, 4),
     (streams_backward.dweights_kernel, SOURCES | TILE | NARROW | {"READS": 2, "DR_DTYPE": tl.float16}, 4),

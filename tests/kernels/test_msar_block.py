@@ -9,13 +9,13 @@ pytest.importorskip("triton")
 from kernels import msar_block
 
 
-def block_case(n_sources, n_reads, T, D=40, B=1, sizes=(1, 3, 5), dtype=torch.float32) -> Comparison:
+def block_case(n_sources, n_reads, T, D=40, B=1, sizes=(1, 3, 5), dtype=torch.float32, query_scale=0.2) -> Comparison:
     m, K = len(sizes), reference.n_taps(sizes)
     inputs = {f"v{n}": normal(B, T, D, dtype=dtype) for n in range(n_sources)}
     for group in range(n_sources + n_reads - 1 if K else 0):
         inputs[f"taps{group}"] = normal(K, D, scale=0.3)
     for r in range(n_reads):
-        inputs |= {f"query{r}": normal(m, D, scale=0.2), f"weight{r}": normal(m, m, D, scale=0.05)}
+        inputs |= {f"query{r}": normal(m, D, scale=query_scale), f"weight{r}": normal(m, m, D, scale=0.05)}
         inputs |= {f"scale{r}": 1 + normal(1, scale=0.2), f"bias{r}": normal(m)}
     return Comparison(inputs, normal(B, T, D, dtype=dtype))
 
@@ -56,6 +56,7 @@ def block(by_block: bool, n_sources, n_reads, sizes=(1, 3, 5), gate="sigmoid", p
         {"n_sources": 2, "n_reads": 2, "T": 7, "B": 2, "packed": True, "gate": "softmax", "sizes": (1, 4)},
         {"n_sources": 2, "n_reads": 2, "T": 5, "sizes": (1, 1)},
         {"n_sources": 2, "n_reads": 2, "T": 9, "dtype": torch.bfloat16, "sizes": (1, 4)},
+        {"n_sources": 1, "n_reads": 2, "T": 9, "dtype": torch.bfloat16, "sizes": (1, 4), "query_scale": 0.0},
     ],
     ids=lambda options: "-".join(f"{name}={str(value).removeprefix('torch.')}" for name, value in options.items()),
 )
