@@ -2,12 +2,11 @@
 
 from kernels.attnres_read import attnres_read, attnres_read_through
 from kernels.hyper import hc_read, mhc_contract, mhc_read, update, update_and_project
-from kernels.msar_ahead import MAX_READS, score_block
+from kernels.msar_ahead import score_block
 from kernels.msar_block import open_block, read_block
 from kernels.msar_read import msar_read, msar_read_through
 
 __all__ = [
-    "MAX_READS",
     "attnres_read",
     "attnres_read_through",
     "hc_read",

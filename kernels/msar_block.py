@@ -29,7 +29,6 @@ from kernels.msar_steps import (
     Sources,
     Spec,
     retrieve,
-    retrieve_block,
     score,
     scratch_dtype,
     softmax_over_sources,
@@ -55,7 +54,7 @@ class _OpenBlock(torch.autograd.Function):
         B, T, D, _ = sources.shape
         logits, rstd = score(spec, sources, stacked)
         weights, lse, scale = softmax_over_sources(logits, rstd)
-        retrieved = retrieve_block(spec, sources, weights, rstd, scale)
+        retrieved = retrieve(spec, sources, weights, rstd, scale)
         ctx.save_for_backward(stacked, logits, weights, rstd, position, *taps_32, *held)
         ctx.spec, ctx.n_taps = spec, len(taps)
         ctx.dtypes = [x.dtype for x in (*queries, *taps)]
@@ -112,7 +111,7 @@ class _ReadBlock(torch.autograd.Function):
             depth_softmax.merge_kernel[(triton.cdiv(lse.numel(), depth_softmax.BLOCK),)](
                 logits, rstd, lse, scale_of_r, a, base_weight, merged, lse.numel(), BLOCK=depth_softmax.BLOCK
             )
-            r = retrieve(spec, sources, a, rstd, merged, (base, base_weight))
+            r = retrieve(spec, sources, a[None], rstd, merged, (base, base_weight))[0]
             of_partial = (queries, held, taps_32, logits, rstd, a, base_weight)
             kept_weight, scale_of_r = base_weight * scale_of_r, merged
         h, of_gates = mix(spec, r, scale_of_r, mixer, source_dtype(retrieved.dtype))
@@ -133,7 +132,7 @@ class _ReadBlock(torch.autograd.Function):
         if kept_weight is not None:
             queries, held, taps, logits, rstd, a, base_weight = of_partial
             sources = Sources([held], () if taps is None else (taps,), position, Buffers([held], [later]))
-            r = retrieve(spec, sources, a, rstd, scale_of_r, (base, base_weight))
+            r = retrieve(spec, sources, a[None], rstd, scale_of_r, (base, base_weight))[0]
         of_mix = mix_backward(
             spec,
             r,

@@ -44,9 +44,10 @@ class _Read(torch.autograd.Function):
         logits, rstd = all_scores(spec, sources, taps_32, queries, scored)
         weights, _, scale = softmax_over_sources(logits, rstd)
         if spec.m == 1:
-            out, statistics = retrieve(spec, sources, weights[0], rstd, None), None
+            out, statistics = retrieve(spec, sources, weights, rstd, None)[0], None
         else:
-            out, statistics = mix(spec, retrieve(spec, sources, weights[0], rstd, scale), scale, mixer, sources.dtype)
+            retrieved = retrieve(spec, sources, weights, rstd, scale)[0]
+            out, statistics = mix(spec, retrieved, scale, mixer, sources.dtype)
         kept = (queries, logits, rstd, weights, scale, statistics, position)
         ctx.save_for_backward(*kept, *(mixer or (None,) * 3), *taps_32, *held)
         ctx.spec, ctx.n_sources, ctx.n_taps = spec, n_sources, len(taps)
@@ -68,7 +69,7 @@ class _Read(torch.autograd.Function):
         # the mean's gradient, dh / m for every stream, does not depend on what was retrieved
         dr, unit, dmixer = aligned(dh).view(B * T, D), 1 / spec.m, (None, None, None)
         if mixer[0] is not None:
-            retrieved = retrieve(spec, sources, weights[0], rstd, scale)
+            retrieved = retrieve(spec, sources, weights, rstd, scale)[0]
             of_mix = mix_backward(spec, retrieved, scale, dr, mixer, statistics, in_place=True, with_mean=False)
             dr, unit, dmixer = of_mix.dr, of_mix.unit[None], of_mix.mixer
         scores = Scores(queries, logits, weights, rstd)

@@ -6,6 +6,7 @@ fp32. Retrieved streams are stored in the scratch dtype times a scale, their gra
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -20,6 +21,7 @@ from kernels.tiles import TRITON_DTYPES, table
 SEGMENT = 256  # tokens per program of a backward walk: one partial row set of the taps' gradient each
 PRODUCT_SEGMENT = 1024  # rows per program where their sums gather in tensor cores
 COMBINE_TOKENS = 8
+READS_AT_ONCE = 4  # reads that share one expansion of a source in a launch
 WARPS = 4  # tiles of tokens side by side that share the taps they fetch
 
 
@@ -43,11 +45,6 @@ class Spec:
     def block_d(self) -> int:
         """Channels per program of one warp: two per lane while taps, their gradients and windows fit in registers."""
         return 64 if self.K + max(self.kernel_sizes) <= 36 and self.m <= 4 else 32
-
-    @property
-    def steps(self) -> int:
-        """Tokens per tile of a retrieval, by the accumulators it needs."""
-        return max(1, 32 // self.m)
 
 
 class Sources:
@@ -128,7 +125,7 @@ def score(spec: Spec, sources: Sources, queries: Tensor) -> tuple[Tensor, Tensor
     R = len(queries)
     logits, rstd = queries.new_empty(R, N, B * T, spec.m), queries.new_empty(N, B * T, spec.m)
     # one read: all streams in one program; many: a stream per program, or their sums would not fit in registers
-    steps = max(1, 16 // spec.m) if R == 1 else max(1, 32 // R)
+    steps = max(1, 16 // spec.m) if R == 1 else max(1, min(8, 32 // R))
     n_tiles = triton.cdiv(T, WARPS * steps)
     place = (T, N, B * T, n_tiles, spec.eps)
     options = tiles(T, steps) | sources.constants(spec)
@@ -150,57 +147,47 @@ def softmax_over_sources(logits: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor, 
     return weights, lse, scale
 
 
-def retrieve(
-    spec: Spec, sources: Sources, weights: Tensor, rstd: Tensor, scale: Tensor | None,
-    base: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:  # fmt: skip
-    """The retrieved streams [P, m, D] of one read for weights and rstd [N, P, m].
-
-    Args:
-        scale: [P, m] for the scratch dtype; None for the plain values in the sources' dtype.
-        base: [P, m, D] and its weight [P, m], added: what the read has of other sources.
-    """
-    B, T, D, N = sources.shape
-    dtype = sources.dtype if scale is None else scratch_dtype(sources.dtype)
-    out = weights.new_empty(B * T, spec.m, D, dtype=dtype)
-    n_tiles = triton.cdiv(T, WARPS * spec.steps)
-    compute, fit = torch.float32 if scale is None else sources.compute, None
-    if compute == torch.float16:
-        fit, _ = sources.fits(rstd)
-        weights = narrow.narrow_weights(weights[None], scale, fit)
-    streams.retrieve_kernel[(B * n_tiles, triton.cdiv(D, spec.block_d))](
-        sources.table, weights, fit, scale, *(base or (None, None)), sources.position, out, T, N, B * T, n_tiles,
-        BLOCK_D=spec.block_d, SCALED=scale is not None, BASE=base is not None, **tiles(T, spec.steps),
-        **sources.constants(spec, compute),
-    )  # fmt: skip
-    return out
-
-
 def by_token(x: Tensor) -> Tensor:
     """[R, N, P, m] as [N, P, m, R]: what a program needs for a token in one place."""
     return x.permute(1, 2, 3, 0).contiguous()
 
 
-def retrieve_block(spec: Spec, sources: Sources, weights: Tensor, rstd: Tensor, scale: Tensor) -> Tensor:
-    """The retrieved streams [R, P, m, D] of R reads of the same sources, in the scratch dtype.
+def reads_at_once(n_reads: int) -> list[slice]:
+    """R reads in groups of at most READS_AT_ONCE that differ by one at most: each is a launch."""
+    n_groups = triton.cdiv(n_reads, READS_AT_ONCE)
+    bounds = [n_reads * group // n_groups for group in range(n_groups + 1)]
+    return [slice(first, end) for first, end in itertools.pairwise(bounds)]
+
+
+def retrieve(
+    spec: Spec, sources: Sources, weights: Tensor, rstd: Tensor, scale: Tensor | None,
+    base: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:  # fmt: skip
+    """The retrieved streams [R, P, m, D] of R reads of the same sources.
 
     Args:
-        weights: [R, N, P, m]; rstd: [N, P, m]; scale: [P, m].
+        weights: [R, N, P, m]; rstd: [N, P, m].
+        scale: [P, m] for the scratch dtype; None for the plain values in the sources' dtype.
+        base: [P, m, D] and its weight [P, m], added: what the read, a single one, has of other sources.
     """
     B, T, D, N = sources.shape
-    R = len(weights)
-    out = weights.new_empty(R, B * T, spec.m, D, dtype=scratch_dtype(sources.dtype))
-    if sources.compute == torch.float16:
+    dtype = sources.dtype if scale is None else scratch_dtype(sources.dtype)
+    out = weights.new_empty(len(weights), B * T, spec.m, D, dtype=dtype)
+    compute, fit = torch.float32 if scale is None else sources.compute, None
+    if compute == torch.float16:
         fit, _ = sources.fits(rstd)
-        weights = narrow.narrow_weights(weights, scale, fit)
-        steps = max(1, 64 // R)
-    else:
-        weights, fit, steps = by_token(weights), None, max(1, 32 // R)
-    n_tiles = triton.cdiv(T, WARPS * steps)
-    streams.retrieve_block_kernel[(spec.m, B * n_tiles, triton.cdiv(D, 64))](
-        sources.table, weights, fit, scale, sources.position, out, T, N, B * T, n_tiles,
-        READS=R, BLOCK_D=64, **tiles(T, steps), **sources.constants(spec, sources.compute),
-    )  # fmt: skip
+    for group in reads_at_once(len(weights)):
+        of_group = weights[group]
+        n_reads = len(of_group)
+        by_read = by_token(of_group) if fit is None else narrow.narrow_weights(of_group, scale, fit)
+        # as many accumulators as fit beside the window: two channels take one register in fp16 and two in fp32
+        steps = max(1, min(8, (32 if fit is None else 64) // (spec.m * triton.next_power_of_2(n_reads))))
+        n_tiles = triton.cdiv(T, WARPS * steps)
+        streams.retrieve_kernel[(B * n_tiles, triton.cdiv(D, spec.block_d))](
+            sources.table, by_read, fit, scale, *(base or (None, None)), sources.position, out[group], T, N, B * T,
+            n_tiles, READS=n_reads, BLOCK_D=spec.block_d, SCALED=scale is not None, BASE=base is not None,
+            **tiles(T, steps), **sources.constants(spec, compute),
+        )  # fmt: skip
     return out
 
 
@@ -230,23 +217,18 @@ def weights_gradient(
 ) -> Tensor:  # fmt: skip
     """dr_rj . u_nj [R, N, P, m] in the units of dr: R tensors [P, m, D], or one [P, D] that all streams share."""
     B, T, _, N = sources.shape
-    R = len(drs)
-    out = sources.table.new_empty(R, N, B * T, spec.m, dtype=torch.float32)
-    steps = spec.steps if R == 1 else max(1, 32 // R)
-    n_tiles = triton.cdiv(T, WARPS * steps)
-    place = (T, N, B * T, n_tiles)
+    out = sources.table.new_empty(len(drs), N, B * T, spec.m, dtype=torch.float32)
     compute = computing_dtype(sources, drs[0].dtype)
     fit, _ = sources.fits(rstd) if compute == torch.float16 else (None, None)
-    options = tiles(T, steps) | sources.constants(spec, compute)
-    if R == 1:
-        streams_backward.dweights_read_kernel[(B * n_tiles * N,)](
-            sources.table, drs[0], fit, out, sources.position, *place,
-            SHARED=drs[0].ndim == 2, BLOCK_D=spec.block_d, **options,
-        )  # fmt: skip
-    else:
-        streams_backward.dweights_kernel[(B * n_tiles * N, spec.m)](
-            sources.table, dr_table, fit, out, sources.position, *place,
-            READS=R, BLOCK_D=64, DR_DTYPE=TRITON_DTYPES[drs[0].dtype], **options,
+    for group in reads_at_once(len(drs)):
+        n_reads = group.stop - group.start
+        # the fewer sums a token has, the more tokens share the rows before them
+        steps = max(1, min(8, (32 if fit is None else 64) // (spec.m * triton.next_power_of_2(n_reads))))
+        n_tiles = triton.cdiv(T, WARPS * steps)
+        streams_backward.dweights_kernel[(B * n_tiles * N,)](
+            sources.table, dr_table[0, group], fit, out[group], sources.position, T, N, B * T, n_tiles,
+            READS=n_reads, SHARED=drs[0].ndim == 2, BLOCK_D=spec.block_d, DR_DTYPE=TRITON_DTYPES[drs[0].dtype],
+            **tiles(T, steps), **sources.constants(spec, compute),
         )  # fmt: skip
     return out
 

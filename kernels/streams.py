@@ -19,6 +19,7 @@ from kernels.tiles import (
     load_fit,
     load_rows,
     load_values,
+    multiply_add,
     n_streams,
     raw_rows,
     seen_at,
@@ -143,19 +144,20 @@ def score_stream(
 @triton.jit(do_not_specialize=["N", "n_tiles"])
 def retrieve_kernel(
     p_table, p_weights, p_fit, p_scale, p_base, p_base_weight, p_position, p_out, T, N, P, n_tiles,
-    SIZES: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr, WARPS: tl.constexpr, BLOCK_D: tl.constexpr,
-    PACKED: tl.constexpr, EVEN: tl.constexpr, SCALED: tl.constexpr, BASE: tl.constexpr, DTYPE: tl.constexpr,
-    COMPUTE: tl.constexpr,
+    SIZES: tl.constexpr, READS: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr, WARPS: tl.constexpr,
+    BLOCK_D: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, SCALED: tl.constexpr, BASE: tl.constexpr,
+    DTYPE: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """r [P, m, D] from softmax weights [N, P, m] known beforehand.
+    """r [READS, P, m, D] from softmax weights [N, P, m, READS] known beforehand: expanded once for all the reads.
 
     One program: STEPS tokens per warp of BLOCK_D channels; its warps share taps and rows in the L1.
 
     Needs nothing from other channels, so D is split over programs freely. EVEN: tiles divide T. SCALED: r times the
     sources' smallest rstd [P, m], which is at most sqrt(D), so that fp16 holds it with 8 times bf16's precision.
-    BASE: p_base [P, m, D] times p_base_weight [P, m] is added, what a read already has of other sources.
+    BASE, for one read: p_base [P, m, D] times p_base_weight [P, m] is added, what it already has of other sources.
     COMPUTE fp16: two channels an instruction; weights are fp16 too, p_scale and 1 / p_fit [N] already in them.
     """
+    tl.static_assert(READS == 1 or not BASE)
     M: tl.constexpr = n_streams(SIZES)
     WINDOW: tl.constexpr = widest(SIZES)
     NARROW: tl.constexpr = COMPUTE == tl.float16
@@ -166,113 +168,54 @@ def retrieve_kernel(
     first = sequence + t_first
     t_oldest = t_first - (WINDOW - 1)
     oldest = (sequence + t_oldest) * D
-    retrieved = ()
-    for j in tl.static_range(M):
-        for s in tl.static_range(STEPS):
-            b_r = tl.zeros([WARPS, BLOCK_D], tl.float32)
-            if BASE:
+    retrieved = zeros_per_warp(M * STEPS * READS, WARPS, BLOCK_D, COMPUTE)
+    if BASE:
+        retrieved = ()
+        for j in tl.static_range(M):
+            for s in tl.static_range(STEPS):
                 exists = t_first + s < T
                 mask = o_d < tl.where(exists, D, 0)
                 b_base = tl.load(p_base + first * M * D + (s * M + j) * D + o_d, mask=mask, other=0.0)
                 kept = tl.load(p_base_weight + first * M + s * M + j, mask=exists, other=0.0)
                 if NARROW:
                     kept *= tl.load(p_scale + first * M + s * M + j, mask=exists, other=1.0)
-                b_r += kept * b_base.to(tl.float32)
-            retrieved = retrieved + (b_r.to(COMPUTE),)
+                retrieved = retrieved + ((kept * b_base.to(tl.float32)).to(COMPUTE),)
     upcoming = raw_rows(tensor_at(p_table, 0, DTYPE) + oldest, t_oldest, o_d, T, D, WINDOW - 1, STEPS, EVEN)
     for n in range(N):
         rows = computed(upcoming, load_fit(p_fit, n, COMPUTE), WINDOW - 1 + STEPS, COMPUTE)
         p_next = tensor_at(p_table, tl.minimum(n + 1, N - 1), DTYPE) + oldest
         upcoming = raw_rows(p_next, t_oldest, o_d, T, D, WINDOW - 1, STEPS, EVEN)
         p_taps = tensor_at(p_table, (2 if NARROW else 1) * N + n, COMPUTE)
-        p_a = p_weights + (n * P + first) * M
+        # constant offsets from one address: a weight costs its load and nothing else
+        p_a = p_weights + (n * P + first) * (M * READS)
         weights = ()
         if NARROW:
             for s in tl.static_range(STEPS):
-                weights = weights + (load_values(p_a + s * M, True if EVEN else t_first + s < T, M, COMPUTE),)
+                inside = True if EVEN else t_first + s < T
+                weights = weights + (load_values(p_a + s * M * READS, inside, M * READS, COMPUTE),)
         updated = ()
         for j in tl.static_range(M):  # a stream at a time: only its taps are in registers
             b_taps = load_rows(p_taps + first_tap(SIZES, j) * D, o_d, D, learned(SIZES, j))
             for s in tl.static_range(STEPS):
                 inside = True if EVEN else t_first + s < T
-                if NARROW:
-                    a = weights[s][j]
-                else:
-                    a = tl.load(p_a + s * M + j, mask=inside, other=0.0)
                 window = seen_at(rows, p_position, first + s, inside, s, WINDOW, PACKED)
                 b_u = convolved(b_taps, window, 0, width(SIZES, j))
-                updated = updated + (tl.fma(a, b_u, retrieved[j * STEPS + s]),)
+                for r in tl.static_range(READS):
+                    if NARROW:
+                        a = weights[s][j * READS + r]
+                    else:
+                        a = tl.load(p_a + (s * M + j) * READS + r, mask=inside, other=0.0)
+                    updated = updated + (multiply_add(a, b_u, retrieved[(j * STEPS + s) * READS + r]),)
         retrieved = updated
-    p_rows = p_out + first * M * D + o_d
     for s in tl.static_range(STEPS):
         inside = True if EVEN else t_first + s < T
         for j in tl.static_range(M):
-            b_r = retrieved[j * STEPS + s]
+            scale = 1.0
             if SCALED and not NARROW:
-                b_r = b_r * tl.load(p_scale + (first + s) * M + j, mask=inside, other=1.0)
-            tl.store(p_rows + (s * M + j) * D, b_r.to(p_out.dtype.element_ty), mask=o_d < tl.where(inside, D, 0))
-
-
-@triton.jit(do_not_specialize=["N", "n_tiles"])
-def retrieve_block_kernel(
-    p_table, p_weights, p_fit, p_scale, p_position, p_out, T, N, P, n_tiles,
-    SIZES: tl.constexpr, READS: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr, WARPS: tl.constexpr,
-    BLOCK_D: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr, COMPUTE: tl.constexpr,
-):  # fmt: skip
-    """r [READS, P, m, D] of several reads of the same sources, expanded once for all; weights [N, P, m, READS].
-
-    One program: STEPS tokens per warp of BLOCK_D channels of one stream; scaling and COMPUTE as in `retrieve_kernel`.
-    """
-    for j in tl.static_range(n_streams(SIZES)):
-        if tl.program_id(0) == j:
-            retrieve_stream(
-                p_table, p_weights, p_fit, p_scale, p_position, p_out, T, N, P, n_tiles,
-                SIZES, j, READS, D, STEPS, WARPS, BLOCK_D, PACKED, EVEN, DTYPE, COMPUTE,
-            )  # fmt: skip
-
-
-@triton.jit
-def retrieve_stream(
-    p_table, p_weights, p_fit, p_scale, p_position, p_out, T, N, P, n_tiles,
-    SIZES: tl.constexpr, j: tl.constexpr, READS: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr,
-    WARPS: tl.constexpr, BLOCK_D: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr,
-    COMPUTE: tl.constexpr,
-):  # fmt: skip
-    """The sums of one stream for all reads stay in registers while the sources go by."""
-    M: tl.constexpr = n_streams(SIZES)
-    WIDTH: tl.constexpr = width(SIZES, j)
-    NARROW: tl.constexpr = COMPUTE == tl.float16
-    b = tl.program_id(1) // n_tiles
-    t_first = tl.program_id(1) % n_tiles * (WARPS * STEPS) + (tl.arange(0, WARPS) * STEPS)[:, None]
-    o_d = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-    sequence = b.to(tl.int64) * T
-    first = sequence + t_first
-    t_oldest = t_first - (WIDTH - 1)
-    retrieved = zeros_per_warp(READS * STEPS, WARPS, BLOCK_D, COMPUTE)
-    p_first_weight = p_weights + (first * M + j) * READS
-    for n in range(N):
-        # constant offsets from one address: a weight costs its load and nothing else
-        p_a = p_first_weight + n * tl.cast(P, tl.int64) * (M * READS)
-        p_oldest = tensor_at(p_table, n, DTYPE) + (sequence + t_oldest) * D
-        raw = raw_rows(p_oldest, t_oldest, o_d, T, D, WIDTH - 1, STEPS, EVEN)
-        rows = computed(raw, load_fit(p_fit, n, COMPUTE), WIDTH - 1 + STEPS, COMPUTE)
-        p_taps = tensor_at(p_table, (2 if NARROW else 1) * N + n, COMPUTE) + first_tap(SIZES, j) * D
-        b_taps = load_rows(p_taps, o_d, D, learned(SIZES, j))
-        updated = ()
-        for s in tl.static_range(STEPS):
-            inside = True if EVEN else t_first + s < T
-            window = seen_at(rows, p_position, first + s, inside, s, WIDTH, PACKED)
-            b_u = convolved(b_taps, window, 0, WIDTH)
-            weights = load_values(p_a + s * M * READS, inside, READS, COMPUTE)
+                scale = tl.load(p_scale + (first + s) * M + j, mask=inside, other=1.0)
             for r in tl.static_range(READS):
-                updated = updated + (tl.fma(weights[r], b_u, retrieved[s * READS + r]),)
-        retrieved = updated
-    for s in tl.static_range(STEPS):
-        inside = True if EVEN else t_first + s < T
-        scale = 1.0 if NARROW else tl.load(p_scale + (first + s) * M + j, mask=inside, other=1.0)
-        for r in tl.static_range(READS):
-            p_r = p_out + ((r * P + first + s) * M + j) * D + o_d
-            b_r = retrieved[s * READS + r]
-            if not NARROW:
-                b_r = b_r * scale
-            tl.store(p_r, b_r.to(p_out.dtype.element_ty), mask=o_d < tl.where(inside, D, 0))
+                p_r = p_out + ((r * P + first + s) * M + j) * D + o_d
+                b_r = retrieved[(j * STEPS + s) * READS + r]
+                if SCALED and not NARROW:
+                    b_r = b_r * scale
+                tl.store(p_r, b_r.to(p_out.dtype.element_ty), mask=o_d < tl.where(inside, D, 0))

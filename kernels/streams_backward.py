@@ -16,6 +16,8 @@ from kernels.tiles import (
     learned,
     load_fit,
     load_rows,
+    multiply,
+    multiply_add,
     n_streams,
     raw_rows,
     seen_at,
@@ -26,16 +28,30 @@ from kernels.tiles import (
 )
 
 
-@triton.jit(do_not_specialize=["N", "n_tiles"])
-def dweights_read_kernel(
-    p_table, p_dr, p_fit, p_dweights, p_position, T, N, P, n_tiles,
-    SIZES: tl.constexpr, SHARED: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr, WARPS: tl.constexpr,
-    BLOCK_D: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr, COMPUTE: tl.constexpr,
-):  # fmt: skip
-    """dr_j . u_nj [N, P, m] of one read; dr is [P, m, D], or [P, D] that all streams share.
+@triton.constexpr_function
+def tiles_at_once(compute):
+    """Tiles of channels whose products are added in fp16 before fp32 takes over: see `narrow` for the bound."""
+    return 2 if compute == tl.float16 else 1
 
-    One program: STEPS tokens per warp of one source, all of D. As in `score_read_kernel` the products stay spread over
-    the lanes until the last channel: a sum across lanes per token, stream and tile of channels costs more than they do.
+
+@triton.jit
+def pair_sums(b_x, WARPS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Sums of neighbouring channels: the two of a lane take one register."""
+    return tl.sum(tl.reshape(b_x, (WARPS, BLOCK_D // 2, 2)), 2)
+
+
+@triton.jit(do_not_specialize=["N", "n_tiles"], do_not_specialize_on_alignment=["p_dr_table"])
+def dweights_kernel(
+    p_table, p_dr_table, p_fit, p_dweights, p_position, T, N, P, n_tiles,
+    SIZES: tl.constexpr, READS: tl.constexpr, SHARED: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr,
+    WARPS: tl.constexpr, BLOCK_D: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr,
+    DR_DTYPE: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """dr_rj . u_nj [READS, N, P, m]; dr is a table of READS tensors [P, m, D], or [P, D] that all streams share.
+
+    One program: STEPS tokens per warp of one source, all of D, expanded once for all the reads. As in
+    `score_read_kernel` the products stay spread over the lanes until the last channel: a sum across lanes per token,
+    stream and tile of channels costs more than they do.
     """
     M: tl.constexpr = n_streams(SIZES)
     WINDOW: tl.constexpr = widest(SIZES)
@@ -49,8 +65,11 @@ def dweights_read_kernel(
     first = b.to(tl.int64) * T + t_first
     p_oldest = tensor_at(p_table, n, DTYPE) + (b.to(tl.int64) * T + t_oldest) * D
     p_taps = tensor_at(p_table, (2 if COMPUTE == tl.float16 else 1) * N + n, COMPUTE)
+    gradients = ()
+    for r in tl.static_range(READS):
+        gradients = gradients + (tensor_at(p_dr_table, r, DR_DTYPE) + (first if SHARED else first * M) * D,)
     fit = load_fit(p_fit, n, COMPUTE)
-    dots = zeros_per_warp(M * STEPS, WARPS, BLOCK_D)
+    dots = zeros_per_warp(M * STEPS * READS, WARPS, BLOCK_D // 2)
     for d in range(0, D, TILES * BLOCK_D):
         rows = ()
         for k in tl.static_range(TILES):
@@ -64,109 +83,27 @@ def dweights_read_kernel(
                 o_d = d + k * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
                 b_taps = b_taps + (load_rows(p_taps + first_tap(SIZES, j) * D, o_d, D, learned(SIZES, j)),)
             for s in tl.static_range(STEPS):
-                row = s if SHARED else s * M + j
-                p_row = p_dr + (first if SHARED else first * M) * D + row * D
-                b_products = tl.zeros([WARPS, BLOCK_D], tl.float16)
-                b_dot = dots[j * STEPS + s]
+                streams = ()
                 for k in tl.static_range(TILES):
-                    o_d = d + k * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
                     window = seen_at(rows[k], p_position, first + s, t_first + s < T, s, WINDOW, PACKED)
-                    b_u = convolved(b_taps[k], window, 0, width(SIZES, j))
-                    b_dr = tl.load(p_row + o_d, mask=o_d < (D if EVEN else tl.where(t_first + s < T, D, 0)), other=0.0)
-                    if COMPUTE == tl.float16:
-                        b_products = b_u * b_dr if k == 0 else tl.fma(b_u, b_dr, b_products)
-                    else:
-                        b_dot = tl.fma(b_u, b_dr.to(tl.float32), b_dot)
-                if COMPUTE == tl.float16:
-                    b_dot += b_products.to(tl.float32)
-                updated = updated + (b_dot,)
+                    streams = streams + (convolved(b_taps[k], window, 0, width(SIZES, j)),)
+                for r in tl.static_range(READS):
+                    p_row = gradients[r] + (s if SHARED else s * M + j) * D
+                    b_products = tl.zeros([WARPS, BLOCK_D], COMPUTE)
+                    for k in tl.static_range(TILES):
+                        o_d = d + k * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+                        mask = o_d < (D if EVEN else tl.where(t_first + s < T, D, 0))
+                        b_dr = tl.load(p_row + o_d, mask=mask, other=0.0).to(COMPUTE)
+                        if k == 0:
+                            b_products = multiply(streams[k], b_dr)
+                        else:
+                            b_products = multiply_add(streams[k], b_dr, b_products)
+                    b_dot = pair_sums(b_products.to(tl.float32), WARPS, BLOCK_D)
+                    updated = updated + (dots[(j * STEPS + s) * READS + r] + b_dot,)
         dots = updated
     for s in tl.static_range(STEPS):
         for j in tl.static_range(M):
-            at = (n.to(tl.int64) * P + b.to(tl.int64) * T + t_warp + s) * M + j
-            tl.store(p_dweights + at, tl.sum(dots[j * STEPS + s], 1) / fit, mask=t_warp + s < T)
-
-
-@triton.constexpr_function
-def tiles_at_once(compute):
-    """Tiles of channels whose products are added in fp16 before fp32 takes over: see `narrow` for the bound."""
-    return 2 if compute == tl.float16 else 1
-
-
-@triton.jit(do_not_specialize=["N", "n_tiles"])
-def dweights_kernel(
-    p_table, p_dr_table, p_fit, p_dweights, p_position, T, N, P, n_tiles,
-    SIZES: tl.constexpr, READS: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr, WARPS: tl.constexpr,
-    BLOCK_D: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr, DR_DTYPE: tl.constexpr,
-    COMPUTE: tl.constexpr,
-):  # fmt: skip
-    """dr_rj . u_nj [READS, N, P, m] of several reads; dr is a table of READS tensors [P, m, D].
-
-    One program: STEPS tokens per warp of one stream of one source, all of D.
-    """
-    for j in tl.static_range(n_streams(SIZES)):
-        if tl.program_id(1) == j:
-            dweights_stream(
-                p_table, p_dr_table, p_fit, p_dweights, p_position, T, N, P, n_tiles,
-                SIZES, j, READS, D, STEPS, WARPS, BLOCK_D, PACKED, EVEN, DTYPE, DR_DTYPE, COMPUTE,
-            )  # fmt: skip
-
-
-@triton.jit
-def dweights_stream(
-    p_table, p_dr_table, p_fit, p_dweights, p_position, T, N, P, n_tiles,
-    SIZES: tl.constexpr, j: tl.constexpr, READS: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr,
-    WARPS: tl.constexpr, BLOCK_D: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr,
-    DR_DTYPE: tl.constexpr, COMPUTE: tl.constexpr,
-):  # fmt: skip
-    """Products of all reads spread over the lanes, as in `dweights_read_kernel`."""
-    M: tl.constexpr = n_streams(SIZES)
-    WIDTH: tl.constexpr = width(SIZES, j)
-    TILES: tl.constexpr = tiles_at_once(COMPUTE)
-    n = tl.program_id(0) % N
-    tile = tl.program_id(0) // N
-    b = tile // n_tiles
-    t_warp = tile % n_tiles * (WARPS * STEPS) + tl.arange(0, WARPS) * STEPS
-    t_first = t_warp[:, None]
-    t_oldest = t_first - (WIDTH - 1)
-    first = b.to(tl.int64) * T + t_first
-    p_oldest = tensor_at(p_table, n, DTYPE) + (b.to(tl.int64) * T + t_oldest) * D
-    p_taps = tensor_at(p_table, (2 if COMPUTE == tl.float16 else 1) * N + n, COMPUTE) + first_tap(SIZES, j) * D
-    gradients = ()
-    for r in tl.static_range(READS):
-        gradients = gradients + (tensor_at(p_dr_table, r, DR_DTYPE) + (first * M + j) * D,)
-    fit = load_fit(p_fit, n, COMPUTE)
-    dots = zeros_per_warp(READS * STEPS, WARPS, BLOCK_D)
-    for d in range(0, D, TILES * BLOCK_D):
-        rows = ()
-        b_taps = ()
-        for k in tl.static_range(TILES):
-            o_d = d + k * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-            raw = raw_rows(p_oldest, t_oldest, o_d, T, D, WIDTH - 1, STEPS, EVEN)
-            rows = rows + (computed(raw, fit, WIDTH - 1 + STEPS, COMPUTE),)
-            b_taps = b_taps + (load_rows(p_taps, o_d, D, learned(SIZES, j)),)
-        updated = ()
-        for s in tl.static_range(STEPS):
-            streams = ()
-            for k in tl.static_range(TILES):
-                window = seen_at(rows[k], p_position, first + s, t_first + s < T, s, WIDTH, PACKED)
-                streams = streams + (convolved(b_taps[k], window, 0, WIDTH),)
             for r in tl.static_range(READS):
-                b_products = tl.zeros([WARPS, BLOCK_D], tl.float16)
-                b_dot = dots[s * READS + r]
-                for k in tl.static_range(TILES):
-                    o_d = d + k * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-                    mask = o_d < (D if EVEN else tl.where(t_first + s < T, D, 0))
-                    b_dr = tl.load(gradients[r] + s * M * D + o_d, mask=mask, other=0.0)
-                    if COMPUTE == tl.float16:
-                        b_products = streams[k] * b_dr if k == 0 else tl.fma(streams[k], b_dr, b_products)
-                    else:
-                        b_dot = tl.fma(streams[k], b_dr.to(tl.float32), b_dot)
-                if COMPUTE == tl.float16:
-                    b_dot += b_products.to(tl.float32)
-                updated = updated + (b_dot,)
-        dots = updated
-    for s in tl.static_range(STEPS):
-        for r in tl.static_range(READS):
-            at = (tl.cast(r * N + n, tl.int64) * P + b.to(tl.int64) * T + t_warp + s) * M + j
-            tl.store(p_dweights + at, tl.sum(dots[s * READS + r], 1) / fit, mask=t_warp + s < T)
+                at = (tl.cast(r * N + n, tl.int64) * P + b.to(tl.int64) * T + t_warp + s) * M + j
+                total = tl.sum(dots[(j * STEPS + s) * READS + r], 1) / fit
+                tl.store(p_dweights + at, total, mask=t_warp + s < T)

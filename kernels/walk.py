@@ -17,6 +17,8 @@ from kernels.tiles import (
     load_fit,
     load_rows,
     load_values,
+    multiply,
+    multiply_add,
     n_streams,
     raw_rows,
     seen_at,
@@ -124,14 +126,14 @@ def gradient_kernel(
                 positions = positions + (tl.load(p_position + first + s, mask=exists, other=0),)
             new_dquery = ()
             for j in tl.static_range(M):
-                b_du = weights[s * M + j] * drs[s if SHARED else s * M + j].to(COMPUTE)
+                b_du = multiply(weights[s * M + j], drs[s if SHARED else s * M + j].to(COMPUTE))
                 if BEND or QUERY:
                     seen = seen_at(rows, p_position, first + s, exists, s, PAST + 1, PACKED)
                     b_u = convolved(b_taps, seen, first_tap(SIZES, j), width(SIZES, j))
                 if BEND:
-                    b_du = tl.fma(-bends[s * M + j], b_u, b_du)
+                    b_du = multiply_add(-bends[s * M + j], b_u, b_du)
                 if QUERY:
-                    b_du = tl.fma(slopes[s * M + j], queries[j], b_du)
+                    b_du = multiply_add(slopes[s * M + j], queries[j], b_du)
                     # beyond the segment only dv of the rows behind counts
                     own = tl.where(t_now + s < t_end, slopes[s * M + j], 0.0).to(tl.float32)
                     new_dquery = new_dquery + (tl.fma(own, b_u.to(tl.float32), dquery[j]),)
@@ -213,7 +215,7 @@ def transposed(
         b_dv = pending[k]
         if k > PAST + s - WIDTH and k <= PAST + s:
             b_back = reached(b_du, positions, s, PAST + s - k, PACKED)
-            b_dv = b_dv + b_back if WIDTH == 1 else tl.fma(taps[FIRST + PAST + s - k], b_back, b_dv)
+            b_dv = b_dv + b_back if WIDTH == 1 else multiply_add(taps[FIRST + PAST + s - k], b_back, b_dv)
         rows = rows + (b_dv,)
     return rows
 
@@ -224,7 +226,7 @@ def correlated(
     PACKED: tl.constexpr,
 ):  # fmt: skip
     """sum_s du_j[s] v[s - i] over the steps, for one tap."""
-    total = reached(dus[j], positions, 0, i, PACKED) * rows[PAST - i]
+    total = multiply(reached(dus[j], positions, 0, i, PACKED), rows[PAST - i])
     for s in tl.static_range(1, UNROLL):
-        total = tl.fma(reached(dus[s * M + j], positions, s, i, PACKED), rows[PAST + s - i], total)
+        total = multiply_add(reached(dus[s * M + j], positions, s, i, PACKED), rows[PAST + s - i], total)
     return total.to(tl.float32)

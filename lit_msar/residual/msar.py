@@ -14,6 +14,7 @@ from lit_msar.residual.depth import DepthAttention, joined, split_position
 
 GATE_SCALE = 0.01
 WEIGHT_STD = 0.02
+MOST_READS = 16  # of a block that are computed together
 FEWEST_AHEAD = 4  # reads of a block that make it worth to score the completed sources for all of them at once
 
 
@@ -160,9 +161,9 @@ class MSAR(DepthAttention):
         ops, taps = self.ops(tensors[0]), self.source_taps(site)
         sources, waiting = self._completed(tensors, site)
         partial, partial_taps = None, None
-        if self.opens_block(site):
-            reads = range(site.index, min(site.index + self.block_size, self.n_sublayers + 1))
-            waiting, sources = ops.open_block(sources, taps, [self.query[read] for read in reads], **options)
+        if self.opens_reads(site):
+            queries = [self.query[read] for read in self.reads_of_block(site)]
+            waiting, sources = ops.open_block(sources, taps, queries, **options)
         else:
             partial, partial_taps = tensors[-1], taps[-1]
             waiting = waiting[:-1]
@@ -173,17 +174,16 @@ class MSAR(DepthAttention):
     def _scores_ahead(self, source: Tensor) -> bool:
         if self.reader_owns_convs or self.by_block or not FEWEST_AHEAD <= self.block_size:
             return False
-        ops = self.ops(source)
-        return hasattr(ops, "score_block") and self.block_size <= ops.MAX_READS
+        return self.block_size <= MOST_READS and hasattr(self.ops(source), "score_block")
 
     def _read_scored(self, tensors: State, site: Site, options: dict) -> tuple[Tensor, State]:
         """The read at `site` of a state `(*completed sources, their scores for each read to come, partial?)`."""
         ops, taps = self.ops(tensors[0]), self.source_taps(site)
         sources, waiting = self._completed(tensors, site)
         n, partial = len(sources), ()
-        if self.opens_block(site):
-            reads = range(site.index, min(site.index + self.block_size, self.n_sublayers + 1))
-            waiting, sources = ops.score_block(sources, taps, [self.query[read] for read in reads], **options)
+        if self.opens_reads(site):
+            queries = [self.query[read] for read in self.reads_of_block(site)]
+            waiting, sources = ops.score_block(sources, taps, queries, **options)
         else:
             waiting, partial = waiting[:-1], waiting[-1:]
         parameters = (taps, self.query[site.index], *self.mixer(site))
@@ -192,16 +192,28 @@ class MSAR(DepthAttention):
         )
         return x, (*sources[:n], *waiting[1:], *sources[n:])
 
+    def opens_reads(self, site: Site) -> bool:
+        """Whether reads to come share what is computed at `site`; the head's joins those of the last block."""
+        return self.opens_block(site) and not (site.is_head and self.block_size < MOST_READS)
+
+    def reads_of_block(self, site: Site) -> range:
+        """The reads that share what is computed at `site`, where `opens_reads`."""
+        end = site.index + self.block_size
+        with_head = end >= self.n_sublayers and self.block_size < MOST_READS
+        return range(site.index, self.n_sublayers + 1 if with_head else min(end, self.n_sublayers + 1))
+
     def _completed(self, tensors: State, site: Site) -> tuple[State, State]:
-        """The sources that no sublayer adds to any more, and the rest of the state."""
+        """The sources that were complete when these reads opened, and the rest of the state."""
         n = 1 + site.index // self.block_size
+        if self.opens_block(site) and not self.opens_reads(site):
+            n -= 1
         return tensors[:n], tensors[n:]
 
     def sources(self, state: State, site: Site) -> State:
         """The sources that the read at `site` sees."""
         _, tensors = split_position(state)
         completed, rest = self._completed(tensors, site)
-        return completed if self.opens_block(site) else (*completed, rest[-1])
+        return completed if self.opens_reads(site) else (*completed, rest[-1])
 
     def inspect(self, state: State, site: Site) -> dict[str, Tensor]:
         position, _ = split_position(state)

@@ -109,8 +109,8 @@ def test_inspect_sees_the_same_sources_inside_a_block(options):
     torch.testing.assert_close(*maps, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("block_size", "held"), [(2, []), (4, [(2, 1, 1, 4, 2)] * 3)])
-def test_scores_wait_in_the_state_for_blocks_of_four(block_size, held):
+@pytest.mark.parametrize(("block_size", "held"), [(2, []), (4, [(2, 1, 1, 4, 2)] * 4)])
+def test_scores_of_the_block_and_the_head_wait_in_the_state_for_blocks_of_four(block_size, held):
     strategy = built(MSAR(block_size, kernel_sizes=(1, 3), kernels="triton"))
     first = sites(2)[0]
     _, state = strategy.read(strategy.begin(torch.randn(1, 4, 16, device=DEVICE)), first)
