@@ -169,17 +169,6 @@ def retrieve_kernel(
     t_oldest = t_first - (WINDOW - 1)
     oldest = (sequence + t_oldest) * D
     retrieved = zeros_per_warp(M * STEPS * READS, WARPS, BLOCK_D, COMPUTE)
-    if BASE:
-        retrieved = ()
-        for j in tl.static_range(M):
-            for s in tl.static_range(STEPS):
-                exists = t_first + s < T
-                mask = o_d < tl.where(exists, D, 0)
-                b_base = tl.load(p_base + first * M * D + (s * M + j) * D + o_d, mask=mask, other=0.0)
-                kept = tl.load(p_base_weight + first * M + s * M + j, mask=exists, other=0.0)
-                if NARROW:
-                    kept *= tl.load(p_scale + first * M + s * M + j, mask=exists, other=1.0)
-                retrieved = retrieved + ((kept * b_base.to(tl.float32)).to(COMPUTE),)
     upcoming = raw_rows(tensor_at(p_table, 0, DTYPE) + oldest, t_oldest, o_d, T, D, WINDOW - 1, STEPS, EVEN)
     for n in range(N):
         rows = computed(upcoming, load_fit(p_fit, n, COMPUTE), WINDOW - 1 + STEPS, COMPUTE)
@@ -211,11 +200,16 @@ def retrieve_kernel(
         inside = True if EVEN else t_first + s < T
         for j in tl.static_range(M):
             scale = 1.0
-            if SCALED and not NARROW:
+            if SCALED and (BASE or not NARROW):
                 scale = tl.load(p_scale + (first + s) * M + j, mask=inside, other=1.0)
+            mask = o_d < tl.where(inside, D, 0)
             for r in tl.static_range(READS):
-                p_r = p_out + ((r * P + first + s) * M + j) * D + o_d
                 b_r = retrieved[(j * STEPS + s) * READS + r]
                 if SCALED and not NARROW:
                     b_r = b_r * scale
-                tl.store(p_r, b_r.to(p_out.dtype.element_ty), mask=o_d < tl.where(inside, D, 0))
+                if BASE:
+                    kept = tl.load(p_base_weight + (first + s) * M + j, mask=inside, other=0.0) * scale
+                    b_base = tl.load(p_base + ((first + s) * M + j) * D + o_d, mask=mask, other=0.0)
+                    b_r = tl.fma(kept, b_base.to(tl.float32), b_r.to(tl.float32))
+                p_r = p_out + ((r * P + first + s) * M + j) * D + o_d
+                tl.store(p_r, b_r.to(p_out.dtype.element_ty), mask=mask)
