@@ -28,7 +28,7 @@ LOOP_MIN = 40  # instructions: shorter loops are set-up
 SHAPE = {"SIZES": (1, 4, 8, 12), "D": D, "PACKED": False, "DTYPE": tl.bfloat16, "BLOCK_D": 64, "p_position": None}
 TILE = SHAPE | {"EVEN": True, "WARPS": 4}
 NARROW = {"COMPUTE": tl.float16}
-WALK = SHAPE | NARROW | {"DR_DTYPE": tl.float16, "UNROLL": 4, "ADD": True, "SHARED": False}
+WALK = SHAPE | NARROW | {"READS": 1, "DR_DTYPE": tl.float16, "UNROLL": 4, "ADD": True, "SHARED": False}
 MIX = {"M": 4, "D": D}
 MIX_ROWS = {"TOKENS": msar_mix.MIX_TOKENS, "SOFTMAX": False, "MEAN": False}
 MIX_ROWS |= msar_mix.row_tiles(4, D, msar_mix.MIX_TOKENS)
@@ -49,6 +49,7 @@ TYPES = {
     "p_du": "*fp16",
     "p_parts": "*bf16",
     "p_table": "*i64",
+    "p_out_table": "*i64",
     "p_dr_table": "*i64",
     "p_row_table": "*i64",
     "eps": "fp32",
@@ -75,7 +76,7 @@ CASES = (
     Case(
         "retrieve",
         streams.retrieve_kernel,
-        TILE | NO_BASE | NARROW | {"STEPS": 8, "SCALED": True, "READS": 1},
+        TILE | NO_BASE | NARROW | {"STEPS": 8, "SCALED": True, "OUT_DTYPE": tl.float16, "READS": 1},
         4,
         16,
         SOURCES + 1,
@@ -83,7 +84,7 @@ CASES = (
     Case(
         "retrieve, 4 reads",
         streams.retrieve_kernel,
-        TILE | NO_BASE | NARROW | {"STEPS": 4, "SCALED": True, "READS": 4},
+        TILE | NO_BASE | NARROW | {"STEPS": 4, "SCALED": True, "OUT_DTYPE": tl.float16, "READS": 4},
         4,
         8,
         SOURCES,
@@ -110,6 +111,8 @@ CASES = (
     Case("queries' gradients, 8 reads", combining.dqueries_kernel, DQUERIES, 4, 16, SOURCES),
     Case("combine, 8 reads", combining.combine_kernel, COMBINED | {"DTYPE": tl.float16}, 4, 8, SOURCES),
     Case("walk, scored in the read", walk.gradient_kernel, WALK | ONE, 1, 8, 1),
+    Case("walk, 2 reads", walk.gradient_kernel, WALK | ONE | {"READS": 2}, 1, 8, SOURCES),
+    Case("walk, 4 reads", walk.gradient_kernel, WALK | ONE | {"READS": 4}, 1, 8, SOURCES),
     Case(
         "walk, after combine",
         walk.gradient_kernel,

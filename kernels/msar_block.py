@@ -7,8 +7,8 @@ all (`open_block`). Each read then adds the one source that is new to it, the ru
     a_p = sigmoid(e_p - lse)            r = (1 - a_p) r_completed + a_p u_p
 
 Backward likewise: the reads leave the gradients of their retrieved streams, and when the last one (the block's first)
-is done, one walk per completed source turns them into the gradients of sources, taps and queries. Between the phases a
-read keeps r_completed [B, T, m, D] and its statistics [2, B, T, m].
+is done, one walk per completed source turns them into the gradients of sources, taps and queries. Between the phases
+r_completed [B, T, m, D] of every read and its statistics [2, B, T, m] wait; each read keeps its r for the backward pass.
 
 The two functions agree on what travels between them as gradients: in the place of r_completed's gradient its values in
 units, in the place of the statistics' (log-sum-exp, scale) the mean of the weights' gradient and those units.
@@ -96,11 +96,11 @@ class _ReadBlock(torch.autograd.Function):
         B, T, m, D = retrieved.shape
         mixer: Mixer = (float32(weight), float32(scale), float32(bias))
         lse, scale_of_r = statistics.view(2, B * T, m).unbind()
-        r = base = retrieved.view(B * T, m, D)
+        r = retrieved.view(B * T, m, D)
         ctx.spec = spec
         ctx.dtypes = [None if x is None else x.dtype for x in (taps, query, weight, scale, bias)]
         ctx.set_materialize_grads(False)
-        of_partial: tuple = (None,) * 7
+        of_partial: tuple = (None,) * 6
         kept_weight = None
         if partial is not None:
             queries, held = float32(query)[None], aligned(partial)
@@ -111,28 +111,27 @@ class _ReadBlock(torch.autograd.Function):
             depth_softmax.merge_kernel[(triton.cdiv(lse.numel(), depth_softmax.BLOCK),)](
                 logits, rstd, lse, scale_of_r, a, base_weight, merged, lse.numel(), BLOCK=depth_softmax.BLOCK
             )
-            r = retrieve(spec, sources, a[None], rstd, merged, (base, base_weight))[0]
-            of_partial = (queries, held, taps_32, logits, rstd, a, base_weight)
+            (r,) = retrieve(spec, sources, a[None], rstd, merged, (r, base_weight))
+            of_partial = (queries, held, taps_32, logits, rstd, a)
             kept_weight, scale_of_r = base_weight * scale_of_r, merged
         h, of_gates = mix(spec, r, scale_of_r, mixer, source_dtype(retrieved.dtype))
-        ctx.save_for_backward(base, scale_of_r, kept_weight, of_gates, position, *mixer, *of_partial)
+        ctx.save_for_backward(r, scale_of_r, kept_weight, of_gates, position, *mixer, *of_partial)
         return h.view(B, T, D), partial
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dh, later):
         spec = ctx.spec
-        base, scale_of_r, kept_weight, of_gates, position, weight, scale, bias, *of_partial = ctx.saved_tensors
+        r, scale_of_r, kept_weight, of_gates, position, weight, scale, bias, *of_partial = ctx.saved_tensors
         if dh is None:
             return None, None, None, None, later, *(None,) * 5
-        P, m, D = base.shape
+        P, m, D = r.shape
         shape = (*dh.shape[:2], m)
         dh = aligned(dh).view(P, D)
-        r, sources = base, None
+        sources = None
         if kept_weight is not None:
-            queries, held, taps, logits, rstd, a, base_weight = of_partial
+            queries, held, taps, logits, rstd, a = of_partial
             sources = Sources([held], () if taps is None else (taps,), position, Buffers([held], [later]))
-            r = retrieve(spec, sources, a[None], rstd, scale_of_r, (base, base_weight))[0]
         of_mix = mix_backward(
             spec,
             r,
@@ -140,7 +139,7 @@ class _ReadBlock(torch.autograd.Function):
             dh,
             (weight, scale, bias),
             of_gates,
-            in_place=sources is not None,
+            in_place=False,
             with_mean=sources is not None,
         )
         mean, unit, dpartial, dquery, dtaps = of_mix.mean, of_mix.unit, None, None, None

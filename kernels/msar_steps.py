@@ -162,8 +162,8 @@ def reads_at_once(n_reads: int) -> list[slice]:
 def retrieve(
     spec: Spec, sources: Sources, weights: Tensor, rstd: Tensor, scale: Tensor | None,
     base: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:  # fmt: skip
-    """The retrieved streams [R, P, m, D] of R reads of the same sources.
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The retrieved streams of R reads of the same sources: R tensors [P, m, D].
 
     Args:
         weights: [R, N, P, m]; rstd: [N, P, m].
@@ -172,7 +172,8 @@ def retrieve(
     """
     B, T, D, N = sources.shape
     dtype = sources.dtype if scale is None else scratch_dtype(sources.dtype)
-    out = weights.new_empty(len(weights), B * T, spec.m, D, dtype=dtype)
+    out = tuple(weights.new_empty(B * T, spec.m, D, dtype=dtype) for _ in weights)  # apart: reads drop theirs
+    out_table = table(out)
     compute, fit = torch.float32 if scale is None else sources.compute, None
     if compute == torch.float16:
         fit, _ = sources.fits(rstd)
@@ -184,9 +185,9 @@ def retrieve(
         steps = max(1, min(8, (32 if fit is None else 64) // (spec.m * triton.next_power_of_2(n_reads))))
         n_tiles = triton.cdiv(T, WARPS * steps)
         streams.retrieve_kernel[(B * n_tiles, triton.cdiv(D, spec.block_d))](
-            sources.table, by_read, fit, scale, *(base or (None, None)), sources.position, out[group], T, N, B * T,
-            n_tiles, READS=n_reads, BLOCK_D=spec.block_d, SCALED=scale is not None, BASE=base is not None,
-            **tiles(T, steps), **sources.constants(spec, compute),
+            sources.table, by_read, fit, scale, *(base or (None, None)), sources.position, out_table[0, group], T, N,
+            B * T, n_tiles, READS=n_reads, BLOCK_D=spec.block_d, SCALED=scale is not None, BASE=base is not None,
+            OUT_DTYPE=TRITON_DTYPES[dtype], **tiles(T, steps), **sources.constants(spec, compute),
         )  # fmt: skip
     return out
 
@@ -260,18 +261,18 @@ def sources_backward(
         N, P * m, 0.0 if has_units else units, D,
         READS=R, UNITS=has_units, MEANS=means is not None, BLOCK=depth_softmax.BLOCK,
     )  # fmt: skip
-    if R > 1:
+    if R > READS_AT_ONCE:
         dqueries, dtaps = walk_combined(spec, sources, drs, scores.queries, scaled, slope, bend, scores.rstd)
         return dqueries, dtaps, slope[0, :0]
     options = {"rstd": scores.rstd, "shared": drs[0].ndim == 2, "dr_dtype": drs[0].dtype}
-    dquery, dtaps = slope.new_zeros(m, D), []
+    dqueries, dtaps = slope.new_zeros(R, m, D), []
     if n_ahead:
-        dtaps += [walk_sources(spec, sources, slice(0, n_ahead), dr_table, scaled[0], **options)[1]]
+        dtaps += [walk_sources(spec, sources, slice(0, n_ahead), dr_table, scaled, **options)[1]]
     if n_ahead < N:
-        of_scores = (slope[0], bend, scores.queries[0])
-        dquery, rest = walk_sources(spec, sources, slice(n_ahead, N), dr_table, scaled[0], of_scores, **options)
+        of_scores = (slope, bend, scores.queries)
+        dqueries, rest = walk_sources(spec, sources, slice(n_ahead, N), dr_table, scaled, of_scores, **options)
         dtaps += [rest]
-    return dquery[None], torch.cat(dtaps), slope[0, :n_ahead] / scores.rstd[:n_ahead]
+    return dqueries, torch.cat(dtaps), slope[0, :n_ahead] / scores.rstd[:n_ahead]
 
 
 def scores_backward(
@@ -299,7 +300,7 @@ def walk_combined(
     )  # fmt: skip
     dus, unit = combine(scratch_dtype(sources.dtype), drs, queries, scaled_weights, slope)
     _, dtaps = walk_sources(
-        spec, sources, slice(0, N), table(dus), unit, (None, bend, None), rstd=rstd, per_source=True,
+        spec, sources, slice(0, N), table(dus), unit[None], (None, bend, None), rstd=rstd, per_source=True,
         dr_dtype=dus[0].dtype,
     )  # fmt: skip
     return dqueries.sum((0, 1)), dtaps
@@ -313,31 +314,37 @@ def walk_sources(
     """Gradients of some of the sources, in their buffers, and of their taps; see `walk.gradient_kernel`.
 
     Args:
-        dr_table: of one tensor, or of one per source of the part.
-        weights, rstd: [N, P, m] of all sources.
-        of_scores: slope [N, P, m] (or None), bend [N, P, m] and query [m, D] (or None), where scores are part of it.
+        dr_table: of R tensors, or (R = 1, `per_source`) of one per source of the part.
+        weights: [R, N, P, m], and rstd [N, P, m], of all sources.
+        of_scores: slope [R, N, P, m], bend [N, P, m] and queries [R, m, D], where scores are part of it; the first and
+            the last may be None.
     Returns:
-        Gradients of the query [m, D], None if not given, and of the taps [part, K, D].
+        Gradients of the queries [R, m, D], None if not given, and of the taps [part, K, D].
     """
     B, T, D, _ = sources.shape
-    N, n_segments = part.stop - part.start, triton.cdiv(T, SEGMENT)
-    slope, bend, query = of_scores or (None,) * 3
+    R, N, n_segments = len(weights), part.stop - part.start, triton.cdiv(T, SEGMENT)
+    slope, bend, queries = of_scores or (None,) * 3
     dtaps = weights.new_empty(N, B * n_segments, spec.K, D)
-    dquery = None if query is None else weights.new_empty(N, B * n_segments, spec.m, D)
-    weights, slope, bend = (None if x is None else x[part] for x in (weights, slope, bend))
+    dqueries = None if queries is None else weights.new_empty(N, B * n_segments, R, spec.m, D)
+    weights, slope = (None if x is None else x[:, part].contiguous() for x in (weights, slope))
+    bend = None if bend is None else bend[part]
     compute, fit, dfit = computing_dtype(sources, dr_dtype), None, None
     if compute == torch.float16:
         fit, room = (x[part] for x in sources.fits(rstd))
-        small, dfit = narrow.narrow_gradients(weights, slope, bend, query, rstd[part], (fit, room), D)
-        weights, bend, slope = small[0], None if bend is None else small[1], None if slope is None else small[2]
+        weights, narrow_slope, narrow_bend, dfit = narrow.narrow_gradients(
+            weights, slope, bend, queries, rstd[part], (fit, room), D
+        )
+        slope, bend = None if slope is None else narrow_slope, None if bend is None else narrow_bend
+    else:
+        weights, slope = by_token(weights), None if slope is None else by_token(slope)
     walk.gradient_kernel[(triton.cdiv(D, spec.block_d) * N, B * n_segments)](
-        sources.table[:, part].contiguous(), dr_table, weights, slope, bend, query, fit, dfit, sources.position, dtaps,
-        dquery, T, N, B * T, n_segments, SEGMENT,
-        PER_SOURCE=per_source, SHARED=shared, BEND=bend is not None, QUERY=query is not None, BLOCK_D=spec.block_d,
-        UNROLL=4, ADD=sources.buffers.add, DR_DTYPE=TRITON_DTYPES[dr_dtype], num_warps=1,
+        sources.table[:, part].contiguous(), dr_table, weights, slope, bend, queries, fit, dfit, sources.position,
+        dtaps, dqueries, T, N, B * T, n_segments, SEGMENT,
+        READS=R, PER_SOURCE=per_source, SHARED=shared, BEND=bend is not None, QUERY=queries is not None,
+        BLOCK_D=spec.block_d, UNROLL=4, ADD=sources.buffers.add, DR_DTYPE=TRITON_DTYPES[dr_dtype], num_warps=1,
         **sources.constants(spec, compute),
     )  # fmt: skip
-    return None if dquery is None else dquery.sum((0, 1)), dtaps.sum(1)
+    return None if dqueries is None else dqueries.sum((0, 1)), dtaps.sum(1)
 
 
 def combine(

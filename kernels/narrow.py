@@ -19,6 +19,7 @@ from torch import Tensor
 PEAK = tl.constexpr(64.0)
 TAPS_PEAK = tl.constexpr(64.0)  # sources with larger taps are scaled down
 GRADIENT_PEAK = tl.constexpr(8.0)  # the largest value of a stream's gradient in its units
+SLOPE_PEAK = tl.constexpr(2.0)  # four products with u stay in range
 FP16_MAX = tl.constexpr(65504.0)
 MAX_SOURCES = 32  # every source rounds the sums over sources once more
 TAPS_BLOCK = 128
@@ -92,37 +93,45 @@ def narrow_weights_kernel(
         tl.store(p_narrow + (n.to(tl.int64) * count + o) * READS + r, b_weight, mask=o < count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def gradient_peaks_kernel(
-    p_weights, p_slope, p_bend, p_query_peak, p_rstd, p_peaks, count, D,
-    M: tl.constexpr, BEND: tl.constexpr, QUERY: tl.constexpr, BLOCK: tl.constexpr,
+    p_weights, p_slope, p_bend, p_query_peak, p_rstd, p_peaks, N, count, D,
+    READS: tl.constexpr, M: tl.constexpr, BEND: tl.constexpr, QUERY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Of every tile of tokens and streams [N, tiles] a bound of |du| and (QUERY) the largest |slope|: two of them.
 
     Args:
-        p_weights, p_slope (QUERY), p_bend, p_rstd (BEND): [N, count]; p_query_peak: [M], the queries' largest values.
+        p_weights, p_slope (QUERY): [READS, N, count]; p_bend, p_rstd (BEND): [N, count].
+        p_query_peak: [READS, M], the queries' largest values.
     """
     n = tl.program_id(1)
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     at = n.to(tl.int64) * count + o
-    b_peak = tl.abs(tl.load(p_weights + at, mask=o < count, other=0.0)) * GRADIENT_PEAK
+    b_peak = tl.zeros([BLOCK], tl.float32)
+    b_slopes = tl.zeros([BLOCK], tl.float32)
     if BEND:
         b_bend = tl.load(p_bend + at, mask=o < count, other=0.0)
         b_peak += tl.abs(b_bend) * tl.sqrt(D + 0.0) / tl.load(p_rstd + at, mask=o < count, other=1.0)
+    for r in tl.static_range(READS):
+        of_read = at + r * tl.cast(N, tl.int64) * count
+        b_peak += tl.abs(tl.load(p_weights + of_read, mask=o < count, other=0.0)) * GRADIENT_PEAK
+        if QUERY:
+            b_slope = tl.abs(tl.load(p_slope + of_read, mask=o < count, other=0.0))
+            b_peak += b_slope * tl.load(p_query_peak + r * M + o % M, mask=o < count, other=0.0)
+            b_slopes = tl.maximum(b_slopes, b_slope)
+    p_tile = p_peaks + n * tl.num_programs(0) + tl.program_id(0)
+    tl.store(p_tile, tl.max(b_peak))
     if QUERY:
-        b_slope = tl.load(p_slope + at, mask=o < count, other=0.0)
-        b_peak += tl.abs(b_slope) * tl.load(p_query_peak + o % M, mask=o < count, other=0.0)
-        p_slope_peaks = p_peaks + tl.num_programs(0) * tl.num_programs(1)
-        tl.store(p_slope_peaks + n * tl.num_programs(0) + tl.program_id(0), tl.max(tl.abs(b_slope)))
-    tl.store(p_peaks + n * tl.num_programs(0) + tl.program_id(0), tl.max(b_peak))
+        tl.store(p_tile + tl.num_programs(0) * tl.num_programs(1), tl.max(b_slopes))
 
 
 @triton.jit(do_not_specialize=["N"])
 def narrow_gradients_kernel(
-    p_weights, p_slope, p_bend, p_peaks, p_fit, p_room, p_narrow, p_dfit, N, count,
-    BEND: tl.constexpr, QUERY: tl.constexpr, BLOCK: tl.constexpr,
+    p_weights, p_slope, p_bend, p_peaks, p_fit, p_room, p_narrow_weights, p_narrow_slope, p_narrow_bend, p_dfit, N,
+    count,
+    READS: tl.constexpr, BEND: tl.constexpr, QUERY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What a walk weights by, in fp16: weights and bend for du times `dfit`, slope in units of its own, [3, N, count].
+    """What a walk weights by, in fp16: weights and bend for du times `dfit`, slope in units of its own.
 
     A slope also multiplies u, for the query's gradient, which it must give however small the query is: zero at the
     start of training. So the query takes what is left of `dfit`.
@@ -130,27 +139,30 @@ def narrow_gradients_kernel(
     Args:
         p_weights, p_slope, p_bend: as for `gradient_peaks_kernel`; p_peaks: [2, N], the largest of its peaks.
         p_fit, p_room: [N], of `fit_kernel`.
+        p_narrow_weights, p_narrow_slope: [N, count, READS], p_narrow_bend: [N, count], written.
         p_dfit: [2, N], written: what du and (QUERY) slopes are multiplied by.
     """
     n = tl.program_id(1)
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     dfit = power_of_two(PEAK * tl.load(p_room + n) / tl.maximum(tl.load(p_peaks + n), 1e-30))
+    slope_fit = 1.0
+    if QUERY:
+        slope_fit = power_of_two(SLOPE_PEAK / tl.maximum(tl.load(p_peaks + N + n), 1e-30))
     if tl.program_id(0) == 0:
         tl.store(p_dfit + n, dfit)
+        tl.store(p_dfit + N + n, slope_fit)
     at = n.to(tl.int64) * count + o
-    past = tl.cast(N, tl.int64) * count
-    b_weight = tl.load(p_weights + at, mask=o < count, other=0.0) * dfit
-    tl.store(p_narrow + at, b_weight.to(tl.float16), mask=o < count)
     if BEND:  # of u times fit; beyond fp16 only where a row is far smaller than the source's largest
         b_bend = tl.load(p_bend + at, mask=o < count, other=0.0) * (dfit / tl.load(p_fit + n))
         b_bend = tl.minimum(tl.maximum(b_bend, -FP16_MAX), FP16_MAX)
-        tl.store(p_narrow + past + at, b_bend.to(tl.float16), mask=o < count)
-    if QUERY:
-        slope_fit = power_of_two(PEAK / tl.maximum(tl.load(p_peaks + N + n), 1e-30))
-        if tl.program_id(0) == 0:
-            tl.store(p_dfit + N + n, slope_fit)
-        b_slope = tl.load(p_slope + at, mask=o < count, other=0.0) * slope_fit
-        tl.store(p_narrow + 2 * past + at, b_slope.to(tl.float16), mask=o < count)
+        tl.store(p_narrow_bend + at, b_bend.to(tl.float16), mask=o < count)
+    for r in tl.static_range(READS):
+        of_read = at + r * tl.cast(N, tl.int64) * count
+        b_weight = tl.load(p_weights + of_read, mask=o < count, other=0.0) * dfit
+        tl.store(p_narrow_weights + at * READS + r, b_weight.to(tl.float16), mask=o < count)
+        if QUERY:
+            b_slope = tl.load(p_slope + of_read, mask=o < count, other=0.0) * slope_fit
+            tl.store(p_narrow_slope + at * READS + r, b_slope.to(tl.float16), mask=o < count)
 
 
 def narrow_taps(table: Tensor, taps: Tensor, n_sources: int) -> Tensor:
@@ -191,28 +203,30 @@ def narrow_weights(weights: Tensor, scale: Tensor, fit: Tensor) -> Tensor:
 
 
 def narrow_gradients(
-    weights: Tensor, slope: Tensor | None, bend: Tensor | None, query: Tensor | None, rstd: Tensor,
+    weights: Tensor, slope: Tensor | None, bend: Tensor | None, queries: Tensor | None, rstd: Tensor,
     fits: tuple[Tensor, Tensor], width: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """What a walk over N sources takes in fp16.
 
     Args:
-        weights, slope, bend, rstd: [N, P, m], slope and bend None where they are not part of it.
-        query: [m, D], given with slope.
+        weights, slope: [R, N, P, m]; bend, rstd: [N, P, m]; slope and bend None where they are not part of it.
+        queries: [R, m, D], given with slope.
         fits: of these sources, from `fit`.
         width: D.
     Returns:
-        Weights, bend and slope [3, N, P, m]; the powers of two in them [2, N], of the first two and of slope.
+        Weights and slope [N, P, m, R], bend [N, P, m], meaningless where not given; the powers of two in them [2, N],
+        of weights and bend, and of slope.
     """
-    N, P, m = weights.shape
-    peak = None if query is None else query.abs().amax(-1)
-    narrow, dfit = weights.new_empty(3, N, P, m, dtype=torch.float16), weights.new_empty(2, N)
-    options = {"BEND": bend is not None, "QUERY": query is not None, "num_warps": 4}
+    R, N, P, m = weights.shape
+    peak = None if queries is None else queries.abs().amax(-1)
+    by_read, dfit = weights.new_empty(2, N, P, m, R, dtype=torch.float16), weights.new_empty(2, N)
+    narrow_bend = weights.new_empty(N, P, m, dtype=torch.float16)
+    options = {"READS": R, "BEND": bend is not None, "QUERY": queries is not None, "num_warps": 4}
     peaks = weights.new_empty(2, N, triton.cdiv(P * m, PEAK_BLOCK))
     gradient_peaks_kernel[(peaks.shape[2], N)](
-        weights, slope, bend, peak, rstd, peaks, P * m, width, M=m, BLOCK=PEAK_BLOCK, **options
+        weights, slope, bend, peak, rstd, peaks, N, P * m, width, M=m, BLOCK=PEAK_BLOCK, **options
     )
     narrow_gradients_kernel[(triton.cdiv(P * m, BLOCK), N)](
-        weights, slope, bend, peaks.amax(2), *fits, narrow, dfit, N, P * m, BLOCK=BLOCK, **options
+        weights, slope, bend, peaks.amax(2), *fits, *by_read, narrow_bend, dfit, N, P * m, BLOCK=BLOCK, **options
     )
-    return narrow, dfit
+    return *by_read, narrow_bend, dfit

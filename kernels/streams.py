@@ -141,14 +141,14 @@ def score_stream(
             tl.store(p_logits + r * tl.cast(N * P * M, tl.int64) + row, b_logit, mask=inside)
 
 
-@triton.jit(do_not_specialize=["N", "n_tiles"])
+@triton.jit(do_not_specialize=["N", "n_tiles"], do_not_specialize_on_alignment=["p_out_table"])
 def retrieve_kernel(
-    p_table, p_weights, p_fit, p_scale, p_base, p_base_weight, p_position, p_out, T, N, P, n_tiles,
+    p_table, p_weights, p_fit, p_scale, p_base, p_base_weight, p_position, p_out_table, T, N, P, n_tiles,
     SIZES: tl.constexpr, READS: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr, WARPS: tl.constexpr,
     BLOCK_D: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, SCALED: tl.constexpr, BASE: tl.constexpr,
-    DTYPE: tl.constexpr, COMPUTE: tl.constexpr,
+    DTYPE: tl.constexpr, OUT_DTYPE: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """r [READS, P, m, D] from softmax weights [N, P, m, READS] known beforehand: expanded once for all the reads.
+    """READS tensors r [P, m, D] from softmax weights [N, P, m, READS] known beforehand: expanded once for all the reads.
 
     One program: STEPS tokens per warp of BLOCK_D channels; its warps share taps and rows in the L1.
 
@@ -196,20 +196,26 @@ def retrieve_kernel(
                         a = tl.load(p_a + (s * M + j) * READS + r, mask=inside, other=0.0)
                     updated = updated + (multiply_add(a, b_u, retrieved[(j * STEPS + s) * READS + r]),)
         retrieved = updated
+    finished = ()
     for s in tl.static_range(STEPS):
         inside = True if EVEN else t_first + s < T
         for j in tl.static_range(M):
             scale = 1.0
             if SCALED and (BASE or not NARROW):
                 scale = tl.load(p_scale + (first + s) * M + j, mask=inside, other=1.0)
-            mask = o_d < tl.where(inside, D, 0)
             for r in tl.static_range(READS):
                 b_r = retrieved[(j * STEPS + s) * READS + r]
                 if SCALED and not NARROW:
                     b_r = b_r * scale
                 if BASE:
                     kept = tl.load(p_base_weight + (first + s) * M + j, mask=inside, other=0.0) * scale
+                    mask = o_d < tl.where(inside, D, 0)
                     b_base = tl.load(p_base + ((first + s) * M + j) * D + o_d, mask=mask, other=0.0)
                     b_r = tl.fma(kept, b_base.to(tl.float32), b_r.to(tl.float32))
-                p_r = p_out + ((r * P + first + s) * M + j) * D + o_d
-                tl.store(p_r, b_r.to(p_out.dtype.element_ty), mask=mask)
+                finished = finished + (b_r.to(OUT_DTYPE),)
+    for s in tl.static_range(STEPS):  # apart from the loads above, which no store may precede
+        mask = o_d < tl.where(True if EVEN else t_first + s < T, D, 0)
+        for j in tl.static_range(M):
+            for r in tl.static_range(READS):
+                p_r = tensor_at(p_out_table, r, OUT_DTYPE) + ((first + s) * M + j) * D + o_d
+                tl.store(p_r, finished[(s * M + j) * READS + r], mask=mask)

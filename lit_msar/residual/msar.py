@@ -64,12 +64,14 @@ class MSAR(DepthAttention):
         train_queries: false freezes the queries at zero, a uniform mean over depth (control).
         eps: of both norms.
         kernels: auto, triton, reference (plain PyTorch) or compiled (torch.compile of it).
-        schedule: of the Triton kernels. `per_read` keeps statistics only; with producers' convs and blocks of four to
-            sixteen sublayers the state also holds, inside a block, the completed sources' scores [2, N, B, T, m] for
-            each read to come. `per_block` retrieves from the completed blocks for all reads of a block at once, with a
-            fraction of the arithmetic; the state then holds, for each read to come, what it retrieved [B, T, m, D] and
-            its statistics [2, B, T, m]. Needs conv_owner producer and the adaptive mix of two streams or more. The
-            other kernels always read one at a time.
+        schedule: of the Triton kernels. `per_block` retrieves from the completed blocks for all reads of a block at
+            once, with a fraction of the arithmetic; inside a block the state then holds, for each read to come, what it
+            retrieved [B, T, m, D] and its statistics [2, B, T, m], and without recomputation every read keeps its r
+            [B, T, m, D] for the backward pass. Needs conv_owner producer and the adaptive mix of two streams or more.
+            `per_read` keeps statistics only; with producers' convs and blocks of four to sixteen sublayers the state
+            also holds, inside a block, the completed sources' scores [2, N, B, T, m] for each read to come. `auto`:
+            per_block where it can be and blocks have two to sixteen sublayers. The other kernels always read one at a
+            time.
     """
 
     no_decay = frozenset({"query", "mix_scale", "mix_bias"})
@@ -85,7 +87,7 @@ class MSAR(DepthAttention):
         train_queries: bool = True,
         eps: float = 1e-5,
         kernels: Kernels = "auto",
-        schedule: Literal["per_read", "per_block"] = "per_read",
+        schedule: Literal["auto", "per_read", "per_block"] = "auto",
     ) -> None:
         super().__init__(
             block_size,
@@ -107,12 +109,13 @@ class MSAR(DepthAttention):
         self.has_mixer = mix == "adaptive" and self.m > 1
         self.gate = gate
         self.train_queries = train_queries
-        if schedule == "per_block" and (self.reader_owns_convs or not self.has_mixer):
+        self.can_share = self.has_mixer and not self.reader_owns_convs
+        if schedule == "per_block" and not self.can_share:
             raise ValueError(
                 f"schedule=per_block needs conv_owner=producer and mix=adaptive of two streams or more, got "
                 f"conv_owner={conv_owner}, mix={mix}, {self.m} streams; use schedule=per_read"
             )
-        self.by_block = schedule == "per_block"
+        self.schedule = schedule
 
     def build(self, d_model: int, n_layers: int) -> None:
         super().build(d_model, n_layers)
@@ -154,7 +157,10 @@ class MSAR(DepthAttention):
         return x, joined(position, tensors)
 
     def _reads_by_block(self, source: Tensor) -> bool:
-        return self.by_block and hasattr(self.ops(source), "open_block")
+        chosen = self.schedule == "per_block"
+        if self.schedule == "auto":
+            chosen = self.can_share and 2 <= self.block_size <= MOST_READS and source.dtype != torch.float16
+        return chosen and hasattr(self.ops(source), "open_block")
 
     def _read_by_block(self, tensors: State, site: Site, options: dict) -> tuple[Tensor, State]:
         """The read at `site` of a state `(*completed sources, *2 tensors per read to come in the block, partial?)`."""
@@ -172,7 +178,7 @@ class MSAR(DepthAttention):
         return x, (*sources, *waiting[2:], *(() if partial is None else (partial,)))
 
     def _scores_ahead(self, source: Tensor) -> bool:
-        if self.reader_owns_convs or self.by_block or not FEWEST_AHEAD <= self.block_size:
+        if self.reader_owns_convs or not FEWEST_AHEAD <= self.block_size:
             return False
         return self.block_size <= MOST_READS and hasattr(self.ops(source), "score_block")
 

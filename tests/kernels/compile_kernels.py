@@ -30,7 +30,7 @@ D = 72
 SIZES = (1, 3)
 SOURCES = {"SIZES": SIZES, "D": D, "PACKED": True, "DTYPE": tl.bfloat16}
 TILE = {"STEPS": 4, "WARPS": 4, "BLOCK_D": 64, "EVEN": False}
-WALK = {"BLOCK_D": 64, "UNROLL": 2, "SHARED": False, "DR_DTYPE": tl.float16, "ADD": True}
+WALK = {"READS": 1, "BLOCK_D": 64, "UNROLL": 2, "SHARED": False, "DR_DTYPE": tl.float16, "ADD": True}
 WEIGHTS_ONLY = {"PER_SOURCE": False, "BEND": False, "QUERY": False}
 ONE_READ = {"READS": 1, "DR_DTYPE": tl.float16}
 ONE_CHANNEL = {"BLOCK_D": 32}  # per lane
@@ -51,17 +51,17 @@ KERNELS = [
     (attnres_read.query_gradient_kernel, {"D": D, "BLOCK_R": 256, "BLOCK_D": 16}, 8),
     (streams.score_read_kernel, SOURCES | TILE, 4),
     (streams.score_kernel, SOURCES | TILE | {"READS": 2}, 4),
-    (streams.retrieve_kernel, SOURCES | TILE | NARROW | {"READS": 1, "SCALED": True, "BASE": True}, 4),
-    (streams.retrieve_kernel, SOURCES | TILE | NARROW | {"READS": 4, "SCALED": True, "BASE": False}, 4),
-    (streams.retrieve_kernel, SOURCES | TILE | NARROW | ONE_CHANNEL | {"READS": 1, "SCALED": True, "BASE": False}, 4),
-    (streams.retrieve_kernel, SOURCES | TILE | WIDE | {"READS": 1, "SCALED": False, "BASE": False}, 4),
-    (streams.retrieve_kernel, SOURCES | TILE | WIDE | {"READS": 2, "SCALED": True, "BASE": False}, 4),
+    (streams.retrieve_kernel, SOURCES | TILE | NARROW | {"READS": 1, "SCALED": True, "OUT_DTYPE": tl.float16, "BASE": True}, 4),
+    (streams.retrieve_kernel, SOURCES | TILE | NARROW | {"READS": 4, "SCALED": True, "OUT_DTYPE": tl.float16, "BASE": False}, 4),
+    (streams.retrieve_kernel, SOURCES | TILE | NARROW | ONE_CHANNEL | {"READS": 1, "SCALED": True, "OUT_DTYPE": tl.float16, "BASE": False}, 4),
+    (streams.retrieve_kernel, SOURCES | TILE | WIDE | {"READS": 1, "SCALED": False, "OUT_DTYPE": tl.float16, "BASE": False}, 4),
+    (streams.retrieve_kernel, SOURCES | TILE | WIDE | {"READS": 2, "SCALED": True, "OUT_DTYPE": tl.float16, "BASE": False}, 4),
     (cross_entropy.cross_entropy_kernel, {"GRADIENT": True, "BLOCK": 1024}, 2),
     (narrow.narrow_taps_kernel, {"BLOCK_D": 128}, 4),
     (narrow.narrow_weights_kernel, {"READS": 2, "BLOCK": 128}, 4),
     (narrow.fit_kernel, {"LEARNED": True, "NORMS": 4}, 1),
-    (narrow.gradient_peaks_kernel, {"M": 2, "BEND": True, "QUERY": True, "BLOCK": 1024}, 4),
-    (narrow.narrow_gradients_kernel, {"BEND": True, "QUERY": True, "BLOCK": 128}, 4),
+    (narrow.gradient_peaks_kernel, {"READS": 2, "M": 2, "BEND": True, "QUERY": True, "BLOCK": 1024}, 4),
+    (narrow.narrow_gradients_kernel, {"READS": 2, "BEND": True, "QUERY": True, "BLOCK": 128}, 4),
     (streams_backward.dweights_kernel, SOURCES | TILE | NARROW | ONE_READ | {"SHARED": False}, 4),
     (streams_backward.dweights_kernel, SOURCES | TILE | NARROW | ONE_CHANNEL | ONE_READ | {"SHARED": False}, 4),
     (streams_backward.dweights_kernel, SOURCES | TILE | WIDE | ONE_READ | {"SHARED": True}, 4),
@@ -70,6 +70,7 @@ KERNELS = [
     (combining.dqueries_kernel, SOURCES | DQUERIES | {"PRECISION": "ieee", "DTYPE": tl.float32}, 4),
     (walk.gradient_kernel, SOURCES | WALK | NARROW | {"PER_SOURCE": False, "BEND": True, "QUERY": True}, 1),
     (walk.gradient_kernel, SOURCES | WALK | WIDE | {"PER_SOURCE": False, "BEND": True, "QUERY": True}, 1),
+    (walk.gradient_kernel, SOURCES | WALK | NARROW | {"READS": 3, "PER_SOURCE": False, "BEND": True, "QUERY": True}, 1),
     (walk.gradient_kernel, SOURCES | WALK | NARROW | {"PER_SOURCE": True, "BEND": True, "QUERY": False}, 1),
     (walk.gradient_kernel, SOURCES | WALK | NARROW | WEIGHTS_ONLY, 1),
     (combining.combine_kernel, COMBINED | {"WEIGHTED": True, "DTYPE": tl.float16}, 4),
@@ -100,6 +101,10 @@ TYPES = {
     "p_position": "*i32",
     "p_taps": "*fp16",
     "p_narrow": "*fp16",
+    "p_out_table": "*i64",
+    "p_narrow_weights": "*fp16",
+    "p_narrow_slope": "*fp16",
+    "p_narrow_bend": "*fp16",
     "SEGMENT": "i32",
     "group_step": "i32",
     "M": "i32",

@@ -12,8 +12,8 @@ from lit_msar.residual import HC, MHC, MSAR, AttnRes
 SIZES = (1, 4, 8, 12)
 STRATEGIES = {
     "attnres": lambda kernels: AttnRes(2, kernels=kernels),
-    "msar": lambda kernels: MSAR(2, kernel_sizes=SIZES, kernels=kernels),
-    "msar_scored_ahead": lambda kernels: MSAR(4, kernel_sizes=SIZES, kernels=kernels),
+    "msar": lambda kernels: MSAR(2, kernel_sizes=SIZES, kernels=kernels, schedule="per_read"),
+    "msar_scored_ahead": lambda kernels: MSAR(4, kernel_sizes=SIZES, kernels=kernels, schedule="per_read"),
     "msar_per_block": lambda kernels: MSAR(4, kernel_sizes=SIZES, kernels=kernels, schedule="per_block"),
     "msar_reader_owned": lambda kernels: MSAR(2, kernel_sizes=SIZES, conv_owner="reader", kernels=kernels),
     "mhc": lambda kernels: MHC(kernels=kernels),

@@ -26,8 +26,8 @@ def built(strategy: Residual) -> Residual:
 
 STRATEGIES = {
     "attnres": lambda kernels: AttnRes(2, kernels=kernels),
-    "msar": lambda kernels: MSAR(2, kernel_sizes=(1, 3), kernels=kernels),
-    "msar_scored_ahead": lambda kernels: MSAR(4, kernel_sizes=(1, 3), kernels=kernels),
+    "msar": lambda kernels: MSAR(2, kernel_sizes=(1, 3), kernels=kernels, schedule="per_read"),
+    "msar_scored_ahead": lambda kernels: MSAR(4, kernel_sizes=(1, 3), kernels=kernels, schedule="per_read"),
     "msar_per_block": lambda kernels: MSAR(2, kernel_sizes=(1, 3), kernels=kernels, schedule="per_block"),
     "msar_reader_owned": lambda kernels: MSAR(2, kernel_sizes=(1, 3), conv_owner="reader", kernels=kernels),
 }
@@ -111,7 +111,7 @@ def test_inspect_sees_the_same_sources_inside_a_block(options):
 
 @pytest.mark.parametrize(("block_size", "held"), [(2, []), (4, [(2, 1, 1, 4, 2)] * 4)])
 def test_scores_of_the_block_and_the_head_wait_in_the_state_for_blocks_of_four(block_size, held):
-    strategy = built(MSAR(block_size, kernel_sizes=(1, 3), kernels="triton"))
+    strategy = built(MSAR(block_size, kernel_sizes=(1, 3), kernels="triton", schedule="per_read"))
     first = sites(2)[0]
     _, state = strategy.read(strategy.begin(torch.randn(1, 4, 16, device=DEVICE)), first)
     assert [tuple(x.shape) for x in state[1:]] == held
