@@ -33,11 +33,12 @@ MIX = {"M": 4, "D": D}
 MIX_ROWS = {"TOKENS": msar_mix.MIX_TOKENS, "SOFTMAX": False, "MEAN": False}
 MIX_ROWS |= msar_mix.row_tiles(4, D, msar_mix.MIX_TOKENS)
 MIX_FACTORS = {"SOFTMAX": False} | msar_mix.factors_tile(4).options()
-MIX_GRADIENT = {"WIDTH": msar_mix.product_width(4, 2), "PARTS": 2, "DOT": "half", "DOTS": False, "p_dots": None}
+MIX_GRADIENT = {"WIDTH": msar_mix.product_width(4, 2), "PARTS": 2, "DOT": "half"}
 MIX_GRADIENT |= {"GROUP": MIX_FACTORS["BLOCK_T"], "N_GROUPS": msar_mix.GROUPS_AT_ONCE}
 MIX_GRADIENT |= msar_mix.gradient_tile(4, torch.float16).options()
 MIX_WARPS = [tile.pop("num_warps") for tile in (MIX_ROWS, MIX_FACTORS, MIX_GRADIENT)]
 NO_QUERY = {"QUERY": False, "p_slope": None, "p_query": None, "p_dquery": None}
+NO_MEANS = {"MEANS": False, "p_r": None, "p_means": None}
 NO_BASE = {"BASE": False, "p_base": None, "p_base_weight": None}
 COMBINED = {"READS": READS, "WEIGHTED": True, "M": 4, "D": D, "BLOCK_T": 8, "BLOCK_N": 16, "BLOCK_K": 16, "BLOCK_D": 64}
 DQUERIES = SHAPE | {"READS": READS, "BLOCK_T": 32, "PRECISION": "tf32"}
@@ -95,7 +96,7 @@ CASES = (
     Case(
         "weights' gradient",
         streams_backward.dweights_kernel,
-        TILE | NARROW | {"STEPS": 8, "SHARED": False, "READS": 1, "DR_DTYPE": tl.float16},
+        TILE | NARROW | NO_MEANS | {"STEPS": 8, "AT_ONCE": 2, "SHARED": False, "READS": 1, "DR_DTYPE": tl.float16},
         4,
         32,
         SOURCES + 1,
@@ -103,9 +104,9 @@ CASES = (
     Case(
         "weights' gradient, 4 reads",
         streams_backward.dweights_kernel,
-        TILE | NARROW | {"STEPS": 4, "SHARED": False, "READS": 4, "DR_DTYPE": tl.float16},
+        TILE | NARROW | NO_MEANS | {"STEPS": 2, "AT_ONCE": 2, "SHARED": False, "READS": 4, "DR_DTYPE": tl.float16},
         4,
-        16,
+        8,
         SOURCES,
     ),
     Case("queries' gradients, 8 reads", combining.dqueries_kernel, DQUERIES, 4, 16, SOURCES),

@@ -8,7 +8,7 @@ import triton
 from torch import Tensor
 
 from kernels import hyper_coefficients, hyper_lanes
-from kernels.tiles import DTYPES, aligned, float32
+from kernels.tiles import DTYPES, aligned, float32, processors
 
 MAX_LANES = 8
 MAX_ROUNDS = 64
@@ -289,8 +289,7 @@ def lanes_gradient(
 
 def _n_chunks(P: int, tile_tokens: int, n_slices: int, device: torch.device) -> int:
     """Token chunks of the lanes' gradient: full waves of programs, and few, since each chunk writes a partial dW."""
-    n_processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-    most = max(1, min(32, triton.cdiv(P, tile_tokens)))
+    n_processors, most = processors(device), max(1, min(32, triton.cdiv(P, tile_tokens)))
 
     def cost(n_chunks: int) -> float:
         programs = n_slices * n_chunks

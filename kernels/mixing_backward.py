@@ -136,17 +136,15 @@ def part(b_x, second, DTYPE: tl.constexpr):
 
 @triton.jit
 def gradient_kernel(
-    p_r, p_dr, p_dh, p_parts, p_factors, p_partial, p_dweight, p_dots, P, tokens,
+    p_r, p_dr, p_dh, p_parts, p_factors, p_partial, p_dweight, P, tokens,
     M: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, DOT: tl.constexpr,
     GROUP: tl.constexpr, N_GROUPS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
-    DOTS: tl.constexpr,
 ):  # fmt: skip
     """dr [P, m, D] in its units, which may overwrite r; one partial dW [m, m, D] per program of `tokens` tokens.
 
     Args:
         p_parts: W [m m, D] in fp32, or with two PARTS as `weight_kernel` wrote them.
         p_partial: [programs, 2 + m] of `factors_kernel`, of GROUP tokens each, read N_GROUPS at a time.
-        p_dots: with DOTS dr_j . r_j in the units of both, summed over the program's channels: [D / BLOCK_D, P, m].
         WIDTH: columns that hold m of them, in `DOT` products at least 16 for all pairs of PARTS.
     """
     o_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -203,11 +201,7 @@ def gradient_kernel(
             if PARTS == 2:
                 b_factor = part(b_factor, second_col[None, :], tl.float16)
             updated = updated + (product(tl.trans(b_r), b_factor, dweight[j], DOT),)
-            b_stored = b_dr.to(p_dr.dtype.element_ty)
-            tl.store(p_dr + first * (M * D) + o_j, b_stored, mask=m_td)
-            if DOTS:
-                p_dot = p_dots + (tl.program_id(0).to(tl.int64) * P + first + o_t) * M + j
-                tl.store(p_dot, tl.sum(b_stored.to(tl.float32) * b_r.to(tl.float32), 1), mask=m_t)
+            tl.store(p_dr + first * (M * D) + o_j, b_dr.to(p_dr.dtype.element_ty), mask=m_td)
         dweight = updated
     p_program = p_dweight + tl.program_id(1).to(tl.int64) * M * M * D
     o_k = tl.arange(0, 8)

@@ -8,7 +8,7 @@ all (`open_block`). Each read then adds the one source that is new to it, the ru
 
 Backward likewise: the reads leave the gradients of their retrieved streams, and when the last one (the block's first)
 is done, one walk per completed source turns them into the gradients of sources, taps and queries. Between the phases
-r_completed [B, T, m, D] of every read and its statistics [2, B, T, m] wait; each read keeps its r for the backward pass.
+r_completed [B, T, m, D] of every read and its statistics [2, B, T, m] wait; for the backward pass a read keeps its r.
 
 The two functions agree on what travels between them as gradients: in the place of r_completed's gradient its values in
 units, in the place of the statistics' (log-sum-exp, scale) the mean of the weights' gradient and those units.
@@ -33,9 +33,10 @@ from kernels.msar_steps import (
     scratch_dtype,
     softmax_over_sources,
     sources_backward,
+    weights_gradient,
 )
 from kernels.reference import Gate
-from kernels.tiles import aligned, check_sources, check_streams, float32
+from kernels.tiles import aligned, check_sources, check_streams, float32, table
 
 MAX_READS = 16
 
@@ -128,32 +129,24 @@ class _ReadBlock(torch.autograd.Function):
         P, m, D = r.shape
         shape = (*dh.shape[:2], m)
         dh = aligned(dh).view(P, D)
-        sources = None
-        if kept_weight is not None:
+        of_mix = mix_backward(spec, r, scale_of_r, dh, (weight, scale, bias), of_gates, in_place=False)
+        dr, unit, dpartial, dquery, dtaps = of_mix.dr, of_mix.unit, None, None, None
+        if kept_weight is None:  # phase 1 has all the sources of this read and sums the mean itself
+            mean = torch.full_like(unit, float("nan"))
+        else:
             queries, held, taps, logits, rstd, a = of_partial
             sources = Sources([held], () if taps is None else (taps,), position, Buffers([held], [later]))
-        of_mix = mix_backward(
-            spec,
-            r,
-            scale_of_r,
-            dh,
-            (weight, scale, bias),
-            of_gates,
-            in_place=False,
-            with_mean=sources is not None,
-        )
-        mean, unit, dpartial, dquery, dtaps = of_mix.mean, of_mix.unit, None, None, None
-        if sources is None:  # phase 1 has all the sources of this read and sums the mean itself
-            mean = torch.full_like(unit, float("nan"))
-        if sources is not None:
+            # the mean over all sources, most of which are phase 1's: sum_n a_nj dr_j . u_nj = dr_j . r_j
+            dweights, products = weights_gradient(spec, sources, rstd, [dr], table([dr]), r)
+            mean = products * unit / scale_of_r
             scores = Scores(queries, logits, a[None], rstd)
-            dqueries, dtaps, _ = sources_backward(spec, sources, scores, [of_mix.dr], unit[None], mean[None])
+            dqueries, dtaps, _ = sources_backward(spec, sources, scores, [dr], unit[None], mean[None], dweights)
             dpartial, dquery, dtaps = sources.buffers.out[0], dqueries[0], dtaps[0]
             mean, unit = mean * kept_weight, unit * kept_weight
         dparameters = [dtaps if ctx.dtypes[0] is not None else None, dquery, *of_mix.mixer]
         dparameters = [None if g is None else g.to(dtype) for g, dtype in zip(dparameters, ctx.dtypes, strict=True)]
         dstatistics = torch.stack((mean, unit)).view(2, *shape)
-        return None, None, of_mix.dr.view(*shape, D), dstatistics, dpartial, *dparameters
+        return None, None, dr.view(*shape, D), dstatistics, dpartial, *dparameters
 
 
 def source_dtype(scratch: torch.dtype) -> torch.dtype:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kernels import mixing, mixing_backward
 from kernels.msar_steps import Spec
+from kernels.tiles import processors
 
 MIX_TOKENS = 1  # that a program of the mix holds
 MIX_VALUES = 44  # at most, of those tokens, that a thread of it holds
@@ -82,19 +83,17 @@ class MixGradients:
 
     Attributes:
         dr: [P, m, D] in units of `unit` [P, m].
-        mean: [P, m], dr_j . r_j: the mean of the weights' gradient over sources; None if not asked for.
         mixer: gradients of weight, scale and bias.
     """
 
     dr: Tensor
     unit: Tensor
-    mean: Tensor | None
     mixer: tuple[Tensor, Tensor, Tensor]
 
 
 def mix_backward(
     spec: Spec, retrieved: Tensor, scale_of_r: Tensor, dh: Tensor, mixer: Mixer, statistics: Tensor,
-    *, in_place: bool, with_mean: bool,
+    *, in_place: bool,
 ) -> MixGradients:  # fmt: skip
     """The backward pass of `mix` for dh [P, D]; `in_place` overwrites `retrieved`."""
     P, m, D = retrieved.shape
@@ -118,16 +117,15 @@ def mix_backward(
     tokens = tokens_of_a_program(P, n_slices, tile, retrieved.device)
     n_chunks = triton.cdiv(P, tokens)
     dr = retrieved if in_place else torch.empty_like(retrieved)
-    dweight, dots = empty(n_chunks, m, m, D), empty(n_slices, P, m) if with_mean else None
+    dweight = empty(n_chunks, m, m, D)
     mixing_backward.gradient_kernel[(n_slices, n_chunks)](
-        retrieved, dr, dh, parts, factors, partial, dweight, dots, P, tokens,
+        retrieved, dr, dh, parts, factors, partial, dweight, P, tokens,
         M=m, D=D, WIDTH=product_width(m, n_parts), PARTS=n_parts, DOT=dot, GROUP=of_factors.tokens,
-        N_GROUPS=min(GROUPS_AT_ONCE, triton.next_power_of_2(triton.cdiv(tokens, of_factors.tokens))), DOTS=with_mean,
+        N_GROUPS=min(GROUPS_AT_ONCE, triton.next_power_of_2(triton.cdiv(tokens, of_factors.tokens))),
         **tile.options(),
     )  # fmt: skip
     totals = partial[:, 1:].sum(0)
-    mean = dots.sum(0) * unit / scale_of_r if with_mean else None
-    return MixGradients(dr, unit, mean, (dweight.sum(0), totals[:1], totals[1:]))
+    return MixGradients(dr, unit, (dweight.sum(0), totals[:1], totals[1:]))
 
 
 def precision(scratch: torch.dtype) -> tuple[int, str]:
@@ -145,6 +143,5 @@ def product_width(m: int, n_parts: int) -> int:
 
 def tokens_of_a_program(P: int, n_slices: int, tile: Tile, device: torch.device) -> int:
     """Tokens per program of the gradients such that all programs are resident at once: each leaves a partial dW."""
-    n_processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-    n_chunks = max(1, tile.resident * n_processors // n_slices)
+    n_chunks = max(1, tile.resident * processors(device) // n_slices)
     return triton.cdiv(triton.cdiv(P, n_chunks), tile.tokens) * tile.tokens

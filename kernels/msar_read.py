@@ -70,10 +70,10 @@ class _Read(torch.autograd.Function):
         dr, unit, dmixer = aligned(dh).view(B * T, D), 1 / spec.m, (None, None, None)
         if mixer[0] is not None:
             retrieved = retrieve(spec, sources, weights, rstd, scale)[0]
-            of_mix = mix_backward(spec, retrieved, scale, dr, mixer, statistics, in_place=True, with_mean=False)
+            of_mix = mix_backward(spec, retrieved, scale, dr, mixer, statistics, in_place=True)
             dr, unit, dmixer = of_mix.dr, of_mix.unit[None], of_mix.mixer
         scores = Scores(queries, logits, weights, rstd)
-        dqueries, dtaps, dlogits = sources_backward(spec, sources, scores, [dr], unit, None, ctx.n_ahead)
+        dqueries, dtaps, dlogits = sources_backward(spec, sources, scores, [dr], unit, n_ahead=ctx.n_ahead)
         dscored = None
         if ctx.n_ahead:
             dscored = torch.stack((dlogits, torch.zeros_like(dlogits))).view(2, ctx.n_ahead, B, T, spec.m)

@@ -16,9 +16,10 @@ from torch import Tensor
 from kernels import combining, depth_softmax, narrow, streams, streams_backward, walk
 from kernels.gradients import Buffers
 from kernels.reference import Gate, n_taps
-from kernels.tiles import TRITON_DTYPES, table
+from kernels.tiles import TRITON_DTYPES, processors, table
 
-SEGMENT = 256  # tokens per program of a backward walk: one partial row set of the taps' gradient each
+SEGMENT = 256  # tokens per program of a backward walk, about: one partial row set of the taps' gradient each
+WALKS = {torch.float16: 12, torch.float32: 8}  # programs of a walk that an SM holds at once, by the computing dtype
 PRODUCT_SEGMENT = 1024  # rows per program where their sums gather in tensor cores
 COMBINE_TOKENS = 8
 READS_AT_ONCE = 4  # reads that share one expansion of a source in a launch
@@ -112,6 +113,21 @@ def per_source(groups: Sequence[Tensor], n_sources: int) -> tuple[Tensor, ...]:
 def tiles(T: int, steps: int) -> dict:
     """The options of kernels that give every warp of a program `steps` tokens of its own."""
     return {"STEPS": steps, "WARPS": WARPS, "EVEN": T % (WARPS * steps) == 0, "num_warps": WARPS}
+
+
+def segment_length(sequences: tuple[int, int], n_programs: int, past: int, at_once: int) -> int:
+    """Tokens per program of a walk, such that no last wave of programs leaves the device idle.
+
+    Args:
+        sequences: how many and how long.
+        n_programs: of one segment.
+        past: tokens that a program walks beyond its own.
+        at_once: programs that the device holds.
+    """
+    B, T = sequences
+    lengths = {min(SEGMENT * 2, 16 * triton.cdiv(T, 16 * n)) for n in range(1, triton.cdiv(2 * T, SEGMENT) + 1)}
+    waves = {length: triton.cdiv(B * triton.cdiv(T, length) * n_programs, at_once) for length in lengths}
+    return min(sorted(lengths, reverse=True), key=lambda length: waves[length] * (length + past))
 
 
 def scratch_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -214,29 +230,37 @@ def computing_dtype(sources: Sources, dr_dtype: torch.dtype) -> torch.dtype:
 
 
 def weights_gradient(
-    spec: Spec, sources: Sources, rstd: Tensor, drs: Sequence[Tensor], dr_table: Tensor
-) -> Tensor:  # fmt: skip
-    """dr_rj . u_nj [R, N, P, m] in the units of dr: R tensors [P, m, D], or one [P, D] that all streams share."""
+    spec: Spec, sources: Sources, rstd: Tensor, drs: Sequence[Tensor], dr_table: Tensor, r: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """dr_rj . u_nj [R, N, P, m] in the units of dr: R tensors [P, m, D], or one [P, D] that all streams share.
+
+    With r [P, m, D] of one read also dr_j . r_j [P, m], in the units of both.
+    """
     B, T, _, N = sources.shape
     out = sources.table.new_empty(len(drs), N, B * T, spec.m, dtype=torch.float32)
+    means = None if r is None else torch.empty_like(out[0, 0])
     compute = computing_dtype(sources, drs[0].dtype)
     fit, _ = sources.fits(rstd) if compute == torch.float16 else (None, None)
+    at_once = 2 if N > 1 and fit is not None else 1
+    n_groups = triton.cdiv(N, at_once)
     for group in reads_at_once(len(drs)):
         n_reads = group.stop - group.start
-        # the fewer sums a token has, the more tokens share the rows before them
-        steps = max(1, min(8, (32 if fit is None else 64) // (spec.m * triton.next_power_of_2(n_reads))))
+        # the fewer sums a token has, the more tokens share the rows before them; two channels share a register
+        steps = min(8, (32 if fit is None else 96) // (spec.m * n_reads * at_once))
+        steps = max(1, min(steps, 8 if r is None else 4))
+        steps = 1 << (steps.bit_length() - 1)
         n_tiles = triton.cdiv(T, WARPS * steps)
-        streams_backward.dweights_kernel[(B * n_tiles * N,)](
-            sources.table, dr_table[0, group], fit, out[group], sources.position, T, N, B * T, n_tiles,
-            READS=n_reads, SHARED=drs[0].ndim == 2, BLOCK_D=spec.block_d, DR_DTYPE=TRITON_DTYPES[drs[0].dtype],
-            **tiles(T, steps), **sources.constants(spec, compute),
+        streams_backward.dweights_kernel[(B * n_tiles * n_groups,)](
+            sources.table, dr_table[0, group], r, fit, out[group], means, sources.position, T, N, B * T, n_tiles,
+            READS=n_reads, AT_ONCE=at_once, SHARED=drs[0].ndim == 2, MEANS=r is not None, BLOCK_D=spec.block_d,
+            DR_DTYPE=TRITON_DTYPES[drs[0].dtype], **tiles(T, steps), **sources.constants(spec, compute),
         )  # fmt: skip
-    return out
+    return out, means
 
 
 def sources_backward(
-    spec: Spec, sources: Sources, scores: Scores, drs: Sequence[Tensor], units: Tensor | float, means: Tensor | None,
-    n_ahead: int = 0,
+    spec: Spec, sources: Sources, scores: Scores, drs: Sequence[Tensor], units: Tensor | float,
+    means: Tensor | None = None, dweights: Tensor | None = None, n_ahead: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of all that R reads did with N sources; those of the sources go to their buffers.
 
@@ -245,6 +269,7 @@ def sources_backward(
         units: what their values count, [R, P, m] or one number.
         means: [R, P, m], sum over all sources of a read of weight times its gradient; NaN, or None for all, where these
             are all its sources and it is summed here.
+        dweights: what `weights_gradient` gives, where it is known already.
         n_ahead: of one read, how many of the first sources were scored elsewhere; `scores_backward` does the rest.
     Returns:
         Gradients of the queries [R, m, D], of the taps [N, K, D], and of the logits scored elsewhere [n_ahead, P, m].
@@ -252,7 +277,8 @@ def sources_backward(
     B, T, D, N = sources.shape
     R, P, m = len(drs), B * T, spec.m
     dr_table = table(drs)
-    dweights = weights_gradient(spec, sources, scores.rstd, drs, dr_table)
+    if dweights is None:
+        dweights, _ = weights_gradient(spec, sources, scores.rstd, drs, dr_table)
     scaled, slope = torch.empty_like(dweights), torch.empty_like(dweights)
     bend = slope.new_empty(N, P, m)
     has_units = isinstance(units, Tensor)
@@ -322,13 +348,16 @@ def walk_sources(
         Gradients of the queries [R, m, D], None if not given, and of the taps [part, K, D].
     """
     B, T, D, _ = sources.shape
-    R, N, n_segments = len(weights), part.stop - part.start, triton.cdiv(T, SEGMENT)
+    R, N, n_tiles = len(weights), part.stop - part.start, triton.cdiv(D, spec.block_d)
     slope, bend, queries = of_scores or (None,) * 3
+    compute, fit, dfit = computing_dtype(sources, dr_dtype), None, None
+    at_once = WALKS[compute] * processors(weights.device)
+    segment = segment_length((B, T), n_tiles * N, max(spec.kernel_sizes) - 1, at_once)
+    n_segments = triton.cdiv(T, segment)
     dtaps = weights.new_empty(N, B * n_segments, spec.K, D)
     dqueries = None if queries is None else weights.new_empty(N, B * n_segments, R, spec.m, D)
     weights, slope = (None if x is None else x[:, part].contiguous() for x in (weights, slope))
     bend = None if bend is None else bend[part]
-    compute, fit, dfit = computing_dtype(sources, dr_dtype), None, None
     if compute == torch.float16:
         fit, room = (x[part] for x in sources.fits(rstd))
         weights, narrow_slope, narrow_bend, dfit = narrow.narrow_gradients(
@@ -337,9 +366,9 @@ def walk_sources(
         slope, bend = None if slope is None else narrow_slope, None if bend is None else narrow_bend
     else:
         weights, slope = by_token(weights), None if slope is None else by_token(slope)
-    walk.gradient_kernel[(triton.cdiv(D, spec.block_d) * N, B * n_segments)](
+    walk.gradient_kernel[(n_tiles * N, B * n_segments)](
         sources.table[:, part].contiguous(), dr_table, weights, slope, bend, queries, fit, dfit, sources.position,
-        dtaps, dqueries, T, N, B * T, n_segments, SEGMENT,
+        dtaps, dqueries, T, N, B * T, n_segments, segment,
         READS=R, PER_SOURCE=per_source, SHARED=shared, BEND=bend is not None, QUERY=queries is not None,
         BLOCK_D=spec.block_d, UNROLL=4, ADD=sources.buffers.add, DR_DTYPE=TRITON_DTYPES[dr_dtype], num_warps=1,
         **sources.constants(spec, compute),

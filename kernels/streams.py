@@ -148,7 +148,7 @@ def retrieve_kernel(
     BLOCK_D: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, SCALED: tl.constexpr, BASE: tl.constexpr,
     DTYPE: tl.constexpr, OUT_DTYPE: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """READS tensors r [P, m, D] from softmax weights [N, P, m, READS] known beforehand: expanded once for all the reads.
+    """READS tensors r [P, m, D] from softmax weights [N, P, m, READS] known beforehand; sources are expanded once.
 
     One program: STEPS tokens per warp of BLOCK_D channels; its warps share taps and rows in the L1.
 

@@ -297,6 +297,11 @@ def table(*rows: Sequence[Tensor]) -> Tensor:
     return out[: len(rows) * len(rows[0])].view(len(rows), -1)
 
 
+def processors(device: torch.device) -> int:
+    """Streaming multiprocessors; for the interpreter a few."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
 TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 

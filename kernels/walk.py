@@ -34,8 +34,8 @@ def gradient_kernel(
     p_table, p_dr_table, p_weights, p_slope, p_bend, p_query, p_fit, p_dfit, p_position, p_dtaps, p_dquery,
     T, N, P, n_segments, SEGMENT,
     SIZES: tl.constexpr, READS: tl.constexpr, PER_SOURCE: tl.constexpr, SHARED: tl.constexpr, BEND: tl.constexpr,
-    QUERY: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr, ADD: tl.constexpr, PACKED: tl.constexpr,
-    DTYPE: tl.constexpr, DR_DTYPE: tl.constexpr, COMPUTE: tl.constexpr,
+    QUERY: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr, ADD: tl.constexpr,
+    PACKED: tl.constexpr, DTYPE: tl.constexpr, DR_DTYPE: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """Gradients of sources and taps. One program: SEGMENT tokens of one source, in steps of UNROLL,
     which divides SEGMENT.
@@ -59,7 +59,7 @@ def gradient_kernel(
         p_bend: [N, P, m], without BEND left out; p_slope: as p_weights, without QUERY left out; all of COMPUTE.
         p_query: [READS, m, D], fp32, without QUERY left out.
         p_fit: [N], p_dfit: [2, N], the powers of two in du and in slope; for fp16.
-        p_dtaps: [N, B n_segments, K, D], one partial row set per program; p_dquery: likewise [N, B n_segments, READS, m, D].
+        p_dtaps: [N, B n_segments, K, D], one partial row set per program; p_dquery: [N, B n_segments, READS, m, D].
     """
     M: tl.constexpr = n_streams(SIZES)
     K: tl.constexpr = first_tap(SIZES, M)
