@@ -32,7 +32,8 @@ SOURCES = {"SIZES": SIZES, "D": D, "PACKED": True, "DTYPE": tl.bfloat16}
 TILE = {"STEPS": 4, "WARPS": 4, "BLOCK_D": 64, "EVEN": False}
 WALK = {"READS": 1, "BLOCK_D": 64, "UNROLL": 2, "SHARED": False, "DR_DTYPE": tl.float16, "ADD": True}
 WEIGHTS_ONLY = {"PER_SOURCE": False, "BEND": False, "QUERY": False}
-ONE_READ = {"READS": 1, "AT_ONCE": 1, "MEANS": False, "DR_DTYPE": tl.float16}
+RETRIEVED = SOURCES | TILE | {"READS": 1, "SCALED": True, "BASE": False, "OUT_DTYPE": tl.float16}
+DWEIGHTS = SOURCES | TILE | {"READS": 1, "AT_ONCE": 1, "SHARED": False, "MEANS": False, "DR_DTYPE": tl.float16}
 ONE_CHANNEL = {"BLOCK_D": 32}  # per lane
 DQUERIES = {"READS": 2, "BLOCK_T": 32, "BLOCK_D": 64}
 COMBINED = {"READS": 2, "M": 2, "D": D, "BLOCK_T": 8, "BLOCK_N": 16, "BLOCK_K": 16, "BLOCK_D": 64}
@@ -51,46 +52,22 @@ KERNELS = [
     (attnres_read.query_gradient_kernel, {"D": D, "BLOCK_R": 256, "BLOCK_D": 16}, 8),
     (streams.score_read_kernel, SOURCES | TILE, 4),
     (streams.score_kernel, SOURCES | TILE | {"READS": 2}, 4),
-    (
-        streams.retrieve_kernel,
-        SOURCES | TILE | NARROW | {"READS": 1, "SCALED": True, "OUT_DTYPE": tl.float16, "BASE": True},
-        4,
-    ),
-    (
-        streams.retrieve_kernel,
-        SOURCES | TILE | NARROW | {"READS": 4, "SCALED": True, "OUT_DTYPE": tl.float16, "BASE": False},
-        4,
-    ),
-    (
-        streams.retrieve_kernel,
-        SOURCES | TILE | NARROW | ONE_CHANNEL | {"READS": 1, "SCALED": True, "OUT_DTYPE": tl.float16, "BASE": False},
-        4,
-    ),
-    (
-        streams.retrieve_kernel,
-        SOURCES | TILE | WIDE | {"READS": 1, "SCALED": False, "OUT_DTYPE": tl.float16, "BASE": False},
-        4,
-    ),
-    (
-        streams.retrieve_kernel,
-        SOURCES | TILE | WIDE | {"READS": 2, "SCALED": True, "OUT_DTYPE": tl.float16, "BASE": False},
-        4,
-    ),
+    (streams.retrieve_kernel, RETRIEVED | NARROW | {"BASE": True}, 4),
+    (streams.retrieve_kernel, RETRIEVED | NARROW | {"READS": 4}, 4),
+    (streams.retrieve_kernel, RETRIEVED | NARROW | ONE_CHANNEL, 4),
+    (streams.retrieve_kernel, RETRIEVED | WIDE | {"SCALED": False}, 4),
+    (streams.retrieve_kernel, RETRIEVED | WIDE | {"READS": 2}, 4),
     (cross_entropy.cross_entropy_kernel, {"GRADIENT": True, "BLOCK": 1024}, 2),
     (narrow.narrow_taps_kernel, {"BLOCK_D": 128}, 4),
     (narrow.narrow_weights_kernel, {"READS": 2, "BLOCK": 128}, 4),
     (narrow.fit_kernel, {"LEARNED": True, "NORMS": 4}, 1),
     (narrow.gradient_peaks_kernel, {"READS": 2, "M": 2, "BEND": True, "QUERY": True, "BLOCK": 1024}, 4),
     (narrow.narrow_gradients_kernel, {"READS": 2, "BEND": True, "QUERY": True, "BLOCK": 128}, 4),
-    (streams_backward.dweights_kernel, SOURCES | TILE | NARROW | ONE_READ | {"SHARED": False}, 4),
-    (streams_backward.dweights_kernel, SOURCES | TILE | NARROW | ONE_CHANNEL | ONE_READ | {"SHARED": False}, 4),
-    (streams_backward.dweights_kernel, SOURCES | TILE | NARROW | ONE_READ | {"MEANS": True, "SHARED": False}, 4),
-    (streams_backward.dweights_kernel, SOURCES | TILE | WIDE | ONE_READ | {"SHARED": True}, 4),
-    (
-        streams_backward.dweights_kernel,
-        SOURCES | TILE | NARROW | ONE_READ | {"READS": 3, "AT_ONCE": 2, "SHARED": False},
-        4,
-    ),
+    (streams_backward.dweights_kernel, DWEIGHTS | NARROW, 4),
+    (streams_backward.dweights_kernel, DWEIGHTS | NARROW | ONE_CHANNEL, 4),
+    (streams_backward.dweights_kernel, DWEIGHTS | NARROW | {"MEANS": True}, 4),
+    (streams_backward.dweights_kernel, DWEIGHTS | NARROW | {"READS": 3, "AT_ONCE": 2}, 4),
+    (streams_backward.dweights_kernel, DWEIGHTS | WIDE | {"SHARED": True}, 4),
     (combining.dqueries_kernel, SOURCES | DQUERIES | {"PRECISION": "tf32"}, 4),
     (combining.dqueries_kernel, SOURCES | DQUERIES | {"PRECISION": "ieee", "DTYPE": tl.float32}, 4),
     (walk.gradient_kernel, SOURCES | WALK | NARROW | {"PER_SOURCE": False, "BEND": True, "QUERY": True}, 1),
