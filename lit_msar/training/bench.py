@@ -41,11 +41,12 @@ from lit_msar.training.result import commit, device_name
 
 
 class Clock:
-    """A timeline of entering and leaving parts on one device."""
+    """A timeline of steps on one device, and of entering and leaving parts in them."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
         self._marks: list[tuple[str | None, torch.cuda.Event | float]] = []
+        self._starts: list[int] = []
 
     def mark(self, part: str | None) -> None:
         """From here on time belongs to `part`; None leaves the current one."""
@@ -63,19 +64,33 @@ class Clock:
         yield
         self.mark(None)
 
-    def read(self) -> dict[str, float]:
-        """Seconds by part since the first mark, the rest as `residual`; starts anew."""
+    def start(self, part: str) -> None:
+        """A step begins, in this part; the step before ends here, in whatever part it is."""
+        self._starts.append(len(self._marks))
+        self.mark(part)
+
+    def read(self) -> list[dict[str, float]]:
+        """Seconds by part of every step, the last of which ends here; forgets them."""
+        if not self._starts:
+            return []
+        self.mark(None)
         if self._is_cuda:
             torch.cuda.synchronize()
+        ends = [*self._starts[1:], len(self._marks) - 1]
+        steps = [self._seconds(self._marks[i : j + 1]) for i, j in zip(self._starts, ends, strict=True)]
+        self._marks.clear()
+        self._starts.clear()
+        return steps
+
+    def _seconds(self, marks: list[tuple[str | None, torch.cuda.Event | float]]) -> dict[str, float]:
         seconds: dict[str, float] = defaultdict(float)
         inside: list[str] = []
-        for (part, start), (_, end) in itertools.pairwise(self._marks):
+        for (part, start), (_, end) in itertools.pairwise(marks):
             if part is None:
                 inside.pop()
             else:
                 inside.append(part)
             seconds[inside[-1]] += start.elapsed_time(end) / 1e3 if self._is_cuda else end - start
-        self._marks.clear()
         return dict(seconds)
 
 
@@ -208,25 +223,26 @@ class Bench:
         optimizer = adamw(residual, set(), options) if trained else None
         return Contestant(name, residual, optimizer)
 
-    def step(self, contestant: Contestant) -> tuple[dict[str, float], float]:
-        """One training step: seconds by part, and the loss."""
+    def step(self, contestant: Contestant) -> Tensor:
+        """One training step, queued: the loss. The clock has its times once it is read."""
         residual = TimedResidual(contestant.residual, self.clock)
         optimizers = [o for o in (self.backbone_optimizer, contestant.optimizer) if o is not None]
-        self.clock.mark("residual")
+        self.clock.start("residual")
         # a recomputation that stopped early would leave a part it never entered
         with set_checkpoint_early_stop(False):
             loss = self.decoder(self.inputs, self.targets, residual=residual).losses.total / self.targets.numel()
             loss.backward()
         self.clock.mark(None)  # the embedding, whose backward is the last to be entered
-        with self.clock.part("optimizer"):
-            clipped_step(*optimizers)
-        self.clock.mark(None)
-        return self.clock.read(), loss.item()
+        self.clock.mark("optimizer")  # until the next step starts
+        clipped_step(*optimizers)
+        return loss.detach()
 
     def run(
         self, warmup: int, steps: int, rounds: int, report: Callable[[int, list[BenchRow]], None] = lambda *_: None
     ) -> list[BenchRow]:
         """Interleaved: in every round each strategy takes `steps` timed steps, after `warmup` in the first.
+
+        Nothing is read between the steps of a round: as in training, the host runs ahead of the device.
 
         Args:
             report: told after each round how many are done, and the rows so far.
@@ -237,11 +253,13 @@ class Bench:
             for contestant in self.contestants:
                 for _ in range(warmup if round_index == 0 else 1):
                     self.step(contestant)
+                self.clock.read()
                 if self.device.type == "cuda":
                     torch.cuda.reset_peak_memory_stats()
                 for _ in range(steps):
-                    parts, losses[contestant.name] = self.step(contestant)
-                    times[contestant.name].append(parts)
+                    loss = self.step(contestant)
+                times[contestant.name] += self.clock.read()
+                losses[contestant.name] = loss.item()
                 if self.device.type == "cuda":
                     peaks[contestant.name] = torch.cuda.max_memory_allocated() / 2**30
             rows = [self._row(c, times[c.name], peaks.get(c.name), losses[c.name]) for c in self.contestants]
@@ -265,6 +283,7 @@ class Bench:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         with torch.profiler.profile(activities=activities) as profile:
             self.step(contestant)
+            self.clock.read()
         path.parent.mkdir(parents=True, exist_ok=True)
         profile.export_chrome_trace(str(path))
 
