@@ -72,8 +72,8 @@ class Case(NamedTuple):
 
 ONE = {"PER_SOURCE": False, "BEND": True, "QUERY": True}
 CASES = (
-    Case("score, one read", streams.score_read_kernel, TILE | {"STEPS": 4}, 4, 8, 1),
-    Case("score, 8 reads", streams.score_kernel, TILE | {"STEPS": 4, "READS": READS}, 4, 8, SOURCES),
+    Case("score, one read", streams.score_kernel, TILE | {"STEPS": 4, "READS": 1}, 4, 8, 1),
+    Case("score, 4 reads", streams.score_kernel, TILE | {"STEPS": 4, "READS": 4}, 4, 8, SOURCES),
     Case(
         "retrieve",
         streams.retrieve_kernel,

@@ -135,21 +135,30 @@ def scratch_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float16 if dtype == torch.bfloat16 else torch.float32
 
 
+def by_token(x: Tensor) -> Tensor:
+    """[R, N, P, m] as [N, P, m, R]: what a program needs for a token in one place."""
+    return x.permute(1, 2, 3, 0).contiguous()
+
+
+def reads_at_once(n_reads: int) -> list[slice]:
+    """R reads in groups of at most READS_AT_ONCE that differ by one at most: each is a launch."""
+    n_groups = triton.cdiv(n_reads, READS_AT_ONCE)
+    bounds = [n_reads * group // n_groups for group in range(n_groups + 1)]
+    return [slice(first, end) for first, end in itertools.pairwise(bounds)]
+
+
 def score(spec: Spec, sources: Sources, queries: Tensor) -> tuple[Tensor, Tensor]:
     """Logits [R, N, P, m] and rstd [N, P, m] of every source for queries [R, m, D]."""
     B, T, _, N = sources.shape
     R = len(queries)
     logits, rstd = queries.new_empty(R, N, B * T, spec.m), queries.new_empty(N, B * T, spec.m)
-    # one read: all streams in one program; many: a stream per program, or their sums would not fit in registers
-    steps = max(1, 16 // spec.m) if R == 1 else max(1, min(8, 32 // R))
+    steps = max(1, 16 // spec.m)
     n_tiles = triton.cdiv(T, WARPS * steps)
-    place = (T, N, B * T, n_tiles, spec.eps)
-    options = tiles(T, steps) | sources.constants(spec)
-    tensors = (sources.table, queries, sources.position, logits, rstd)
-    if R == 1:
-        streams.score_read_kernel[(B * n_tiles, N)](*tensors, *place, BLOCK_D=spec.block_d, **options)
-    else:
-        streams.score_kernel[(B * n_tiles, N, spec.m)](*tensors, *place, READS=R, BLOCK_D=64, **options)
+    for group in reads_at_once(R):
+        streams.score_kernel[(B * n_tiles, N)](
+            sources.table, queries[group], sources.position, logits[group], rstd, T, N, B * T, n_tiles, spec.eps,
+            READS=group.stop - group.start, BLOCK_D=spec.block_d, **tiles(T, steps), **sources.constants(spec),
+        )  # fmt: skip
     return logits, rstd
 
 
@@ -161,18 +170,6 @@ def softmax_over_sources(logits: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor, 
         logits, rstd, weights, lse, scale, N, scale.numel(), BLOCK=depth_softmax.BLOCK
     )
     return weights, lse, scale
-
-
-def by_token(x: Tensor) -> Tensor:
-    """[R, N, P, m] as [N, P, m, R]: what a program needs for a token in one place."""
-    return x.permute(1, 2, 3, 0).contiguous()
-
-
-def reads_at_once(n_reads: int) -> list[slice]:
-    """R reads in groups of at most READS_AT_ONCE that differ by one at most: each is a launch."""
-    n_groups = triton.cdiv(n_reads, READS_AT_ONCE)
-    bounds = [n_reads * group // n_groups for group in range(n_groups + 1)]
-    return [slice(first, end) for first, end in itertools.pairwise(bounds)]
 
 
 def retrieve(

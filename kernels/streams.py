@@ -31,16 +31,17 @@ from kernels.tiles import (
 
 
 @triton.jit(do_not_specialize=["N", "n_tiles"])
-def score_read_kernel(
+def score_kernel(
     p_table, p_query, p_position, p_logits, p_rstd, T, N, P, n_tiles, eps,
-    SIZES: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr, WARPS: tl.constexpr, BLOCK_D: tl.constexpr,
-    PACKED: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr,
+    SIZES: tl.constexpr, READS: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr, WARPS: tl.constexpr,
+    BLOCK_D: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Logits and rstd [N, P, m] of N sources for one query [m, D].
+    """Logits [READS, N, P, m] and rstd [N, P, m] of N sources for queries [READS, m, D].
 
-    One program: STEPS tokens per warp of one source, all of D. The warps meet the same taps at the same time, so that
-    one of them fetches these from the L2 for all: with a warp to a program that was twice what the L2 can give.
-    Squares and dot products stay spread over the lanes until the last channel, then each is summed once.
+    One program: STEPS tokens per warp of one source, all of D, expanded once for all the reads. The warps meet the same
+    taps at the same time, so that one of them fetches these from the L2 for all: with a warp to a program that was
+    twice what the L2 can give. Squares and dot products stay spread over the lanes until the last channel, then each is
+    summed once.
     """
     M: tl.constexpr = n_streams(SIZES)
     WINDOW: tl.constexpr = widest(SIZES)
@@ -51,8 +52,9 @@ def score_read_kernel(
     t_oldest = t_first - (WINDOW - 1)
     p_oldest = tensor_at(p_table, n, DTYPE) + (b.to(tl.int64) * T + t_oldest) * D
     p_taps = tensor_at(p_table, N + n, tl.float32)
-    squares = zeros_per_warp(M * STEPS, WARPS, BLOCK_D)
-    dots = zeros_per_warp(M * STEPS, WARPS, BLOCK_D)
+    LANES: tl.constexpr = BLOCK_D if READS == 1 else BLOCK_D // 2
+    squares = zeros_per_warp(M * STEPS, WARPS, LANES)
+    dots = zeros_per_warp(M * STEPS * READS, WARPS, LANES)
     for d in range(0, D, BLOCK_D):
         o_d = d + tl.arange(0, BLOCK_D)
         raw = raw_rows(p_oldest, t_oldest, o_d[None, :], T, D, WINDOW - 1, STEPS, EVEN)
@@ -61,84 +63,36 @@ def score_read_kernel(
         new_dots = ()
         for j in tl.static_range(M):
             b_taps = load_rows(p_taps + first_tap(SIZES, j) * D, o_d, D, learned(SIZES, j))
-            b_query = tl.load(p_query + j * D + o_d, mask=o_d < D, other=0.0)
+            queries = ()
+            for r in tl.static_range(READS):
+                queries = queries + (tl.load(p_query + (r * M + j) * D + o_d, mask=o_d < D, other=0.0),)
             for s in tl.static_range(STEPS):
                 window = seen_at(rows, p_position, b * T + t_first + s, t_first + s < T, s, WINDOW, PACKED)
                 b_u = convolved(b_taps, window, 0, width(SIZES, j))
-                new_squares = new_squares + (tl.fma(b_u, b_u, squares[j * STEPS + s]),)
-                new_dots = new_dots + (tl.fma(b_u, b_query, dots[j * STEPS + s]),)
+                new_squares = new_squares + (added(squares[j * STEPS + s], b_u, b_u, LANES),)
+                for r in tl.static_range(READS):
+                    new_dots = new_dots + (added(dots[(j * STEPS + s) * READS + r], b_u, queries[r], LANES),)
         squares = new_squares
         dots = new_dots
     for s in tl.static_range(STEPS):
         for j in tl.static_range(M):
             row = (n.to(tl.int64) * P + b * T + t_warp + s) * M + j
+            inside = t_warp + s < T
             rstd = tl.rsqrt(tl.sum(squares[j * STEPS + s], 1) / D + eps)
-            tl.store(p_rstd + row, rstd, mask=t_warp + s < T)
-            tl.store(p_logits + row, tl.sum(dots[j * STEPS + s], 1) * rstd, mask=t_warp + s < T)
-
-
-@triton.jit(do_not_specialize=["N", "n_tiles"])
-def score_kernel(
-    p_table, p_query, p_position, p_logits, p_rstd, T, N, P, n_tiles, eps,
-    SIZES: tl.constexpr, READS: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr, WARPS: tl.constexpr,
-    BLOCK_D: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """Logits [READS, N, P, m] and rstd [N, P, m] of N sources for queries [READS, m, D].
-
-    One program: STEPS tokens per warp of one stream of one source, all of D, as in `score_read_kernel`.
-    """
-    for j in tl.static_range(n_streams(SIZES)):
-        if tl.program_id(2) == j:
-            score_stream(
-                p_table, p_query, p_position, p_logits, p_rstd, T, N, P, n_tiles, eps,
-                SIZES, j, READS, D, STEPS, WARPS, BLOCK_D, PACKED, EVEN, DTYPE,
-            )  # fmt: skip
+            tl.store(p_rstd + row, rstd, mask=inside)
+            for r in tl.static_range(READS):
+                b_logit = tl.sum(dots[(j * STEPS + s) * READS + r], 1) * rstd
+                tl.store(p_logits + r * tl.cast(N * P * M, tl.int64) + row, b_logit, mask=inside)
 
 
 @triton.jit
-def score_stream(
-    p_table, p_query, p_position, p_logits, p_rstd, T, N, P, n_tiles, eps,
-    SIZES: tl.constexpr, j: tl.constexpr, READS: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr,
-    WARPS: tl.constexpr, BLOCK_D: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """Squares and dot products stay spread over the lanes until the last channel, then each is summed once."""
-    M: tl.constexpr = n_streams(SIZES)
-    WIDTH: tl.constexpr = width(SIZES, j)
-    n = tl.program_id(1)
-    b = tl.program_id(0) // n_tiles
-    t_warp = tl.program_id(0) % n_tiles * (WARPS * STEPS) + tl.arange(0, WARPS) * STEPS
-    t_first = t_warp[:, None]
-    t_oldest = t_first - (WIDTH - 1)
-    p_oldest = tensor_at(p_table, n, DTYPE) + (b.to(tl.int64) * T + t_oldest) * D
-    p_taps = tensor_at(p_table, N + n, tl.float32) + first_tap(SIZES, j) * D
-    squares = zeros_per_warp(STEPS, WARPS, BLOCK_D)
-    dots = zeros_per_warp(READS * STEPS, WARPS, BLOCK_D)
-    for d in range(0, D, BLOCK_D):
-        o_d = d + tl.arange(0, BLOCK_D)
-        raw = raw_rows(p_oldest, t_oldest, o_d[None, :], T, D, WIDTH - 1, STEPS, EVEN)
-        rows = computed(raw, 1.0, WIDTH - 1 + STEPS, tl.float32)
-        b_taps = load_rows(p_taps, o_d, D, learned(SIZES, j))
-        b_query = ()
-        for r in tl.static_range(READS):
-            b_query = b_query + (tl.load(p_query + (r * M + j) * D + o_d, mask=o_d < D, other=0.0),)
-        new_squares = ()
-        new_dots = ()
-        for s in tl.static_range(STEPS):
-            window = seen_at(rows, p_position, b * T + t_first + s, t_first + s < T, s, WIDTH, PACKED)
-            b_u = convolved(b_taps, window, 0, WIDTH)
-            new_squares = new_squares + (tl.fma(b_u, b_u, squares[s]),)
-            for r in tl.static_range(READS):
-                new_dots = new_dots + (tl.fma(b_u, b_query[r], dots[s * READS + r]),)
-        squares = new_squares
-        dots = new_dots
-    for s in tl.static_range(STEPS):
-        row = (n.to(tl.int64) * P + b * T + t_warp + s) * M + j
-        inside = t_warp + s < T
-        rstd = tl.rsqrt(tl.sum(squares[s], 1) / D + eps)
-        tl.store(p_rstd + row, rstd, mask=inside)
-        for r in tl.static_range(READS):
-            b_logit = tl.sum(dots[s * READS + r], 1) * rstd
-            tl.store(p_logits + r * tl.cast(N * P * M, tl.int64) + row, b_logit, mask=inside)
+def added(b_sums, b_a, b_b, LANES: tl.constexpr):
+    """Sums plus a b, spread over channels or (half as many LANES) over pairs of them, which take half the registers."""
+    if b_a.shape[1] == LANES:
+        out = tl.fma(b_a, b_b, b_sums)
+    else:
+        out = b_sums + tl.sum(tl.reshape(b_a * b_b, (b_a.shape[0], LANES, 2)), 2)
+    return out
 
 
 @triton.jit(do_not_specialize=["N", "n_tiles"], do_not_specialize_on_alignment=["p_out_table"])

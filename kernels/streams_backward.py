@@ -59,7 +59,7 @@ def dweights_kernel(
     """dr_rj . u_nj [READS, N, P, m]; dr is a table of READS tensors [P, m, D], or [P, D] that all streams share.
 
     One program: STEPS tokens per warp of AT_ONCE sources, all of D. A source is expanded once for all the reads, and
-    what is read of dr serves all the sources: dr from the L2 is what bounds this kernel. As in `score_read_kernel` the
+    what is read of dr serves all the sources: dr from the L2 is what bounds this kernel. As in `score_kernel` the
     products stay spread over the lanes until the last channel: a sum across lanes per token, stream and tile of
     channels costs more than they do.
 

@@ -50,7 +50,7 @@ KERNELS = [
     (attnres_read.forward_kernel, ATTNRES | {"p_gain": None}, 1),
     (attnres_read.backward_kernel, ATTNRES | {"NP": 4, "ADD": True}, 4),
     (attnres_read.query_gradient_kernel, {"D": D, "BLOCK_R": 256, "BLOCK_D": 16}, 8),
-    (streams.score_read_kernel, SOURCES | TILE, 4),
+    (streams.score_kernel, SOURCES | TILE | {"READS": 1}, 4),
     (streams.score_kernel, SOURCES | TILE | {"READS": 2}, 4),
     (streams.retrieve_kernel, RETRIEVED | NARROW | {"BASE": True}, 4),
     (streams.retrieve_kernel, RETRIEVED | NARROW | {"READS": 4}, 4),
