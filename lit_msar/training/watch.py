@@ -63,6 +63,8 @@ class FailureWatch:
         except RuntimeError:  # the store went with the rank that failed first
             is_first = False
         if not is_first:
+            if self._is_elastic:  # this error may come of the other rank's end: let torchrun see that end first
+                time.sleep(PATIENCE_SECONDS)
             _leave(exit_code)
         faulthandler.dump_traceback_later(LINGER_SECONDS + HANG_SECONDS, exit=True, file=open(os.devnull, "w"))
         if self._is_elastic:
