@@ -103,8 +103,8 @@ def parameters(setup: Setup) -> Parameters:
 def state_bytes(setup: Setup) -> tuple[float, float]:
     """Of the depth state, per token: what must stay until the backward, and what one site's state holds at most.
 
-    Without recomputation every tensor that the state ever held stays; with `full`, those between segments. A state that
-    is itself what the sublayer reads, as Vanilla's, counts among what the sublayer keeps.
+    Without recomputation every tensor that the state ever held stays, and what reads keep; with `full`, those between
+    segments. A state that is itself what the sublayer reads, as Vanilla's, counts among what the sublayer keeps.
     """
     residual, config = setup.residual, setup.config
     options = json.dumps(residual.options, sort_keys=True)
@@ -128,9 +128,12 @@ def _state_bytes(
             if not between_segments or (site.index + 1) % (2 * strategy.segment_layers) == 0:
                 kept |= {id(t): t for t in state}
             largest = max(largest, sum(t.nbytes for t in state))
-    if not between_segments:
-        kept = {key: t for key, t in kept.items() if all(t is not x for x in reads)}
-    return sum(t.nbytes for t in kept.values()) / n_tokens, largest / n_tokens
+    of_reads = [2 * strategy.kept_by_read(site) for site in sites(n_layers)]
+    if between_segments:
+        of_segment = sum(of_reads[: 2 * strategy.segment_layers])
+        return sum(t.nbytes for t in kept.values()) / n_tokens, largest / n_tokens + of_segment
+    stays = sum(t.nbytes for t in kept.values() if all(t is not x for x in reads))
+    return stays / n_tokens + sum(of_reads), largest / n_tokens
 
 
 def attention_bytes(config: DecoderConfig) -> float:
@@ -243,6 +246,10 @@ def remedies(setup: Setup, gpu_memory: float) -> Iterator[tuple[str, Setup]]:
         ("--model.checkpointing=full", {"checkpointing": "full"}),
         ("--trainer.strategy.prefetch=0", {"prefetch": 0}),
     ]
+    options = setup.residual.options
+    if options.get("schedule", "per_read") != "per_read":
+        leaner = type(setup.residual)(**options | {"schedule": "per_read"})
+        steps.insert(2, ("--model.residual.init_args.schedule=per_read", {"residual": leaner}))
     spread = [k for k in (2, 4, 8) if setup.n_shards % k == 0 and setup.config.n_experts % k == 0]
     if setup.sharded and spread:
         steps.append((f"--trainer.strategy.expert_parallel={spread[-1]}", {"expert_parallel": spread[-1]}))

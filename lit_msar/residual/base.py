@@ -126,6 +126,10 @@ class Residual(Initialized):
         """Cost of the read at `site` and of the write after it."""
         raise NotImplementedError
 
+    def kept_by_read(self, site: Site) -> int:
+        """Elements of two bytes, per token, that a fused read keeps for the backward beside sources and statistics."""
+        return 0
+
     def is_without_decay(self, name: str) -> bool:
         """Whether the parameter `name` (relative to the strategy) gets no weight decay."""
         return name.split(".", 1)[0] in self.no_decay

@@ -156,11 +156,17 @@ class MSAR(DepthAttention):
             x, tensors = self.run_read("msar_read", tensors, *parameters, gate=self.gate, **options)
         return x, joined(position, tensors)
 
-    def _reads_by_block(self, source: Tensor) -> bool:
-        chosen = self.schedule == "per_block"
+    def _by_block(self, dtype: torch.dtype) -> bool:
+        """Whether fused reads of sources of `dtype` share what they retrieve."""
         if self.schedule == "auto":
-            chosen = self.can_share and 2 <= self.block_size <= MOST_READS and source.dtype != torch.float16
-        return chosen and hasattr(self.ops(source), "open_block")
+            return self.can_share and 2 <= self.block_size <= MOST_READS and dtype != torch.float16
+        return self.schedule == "per_block"
+
+    def _reads_by_block(self, source: Tensor) -> bool:
+        return self._by_block(source.dtype) and hasattr(self.ops(source), "open_block")
+
+    def kept_by_read(self, site: Site) -> int:
+        return self.m * self.d_model if self._by_block(torch.bfloat16) and self.kernels != "reference" else 0
 
     def _read_by_block(self, tensors: State, site: Site, options: dict) -> tuple[Tensor, State]:
         """The read at `site` of a state `(*completed sources, *2 tensors per read to come in the block, partial?)`."""

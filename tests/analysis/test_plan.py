@@ -115,8 +115,8 @@ def test_saved_bytes_are_what_autograd_saves(kind, monkeypatch):
 
 @pytest.mark.parametrize(
     ("residual", "per_sublayer"),
-    [(Vanilla, 0), (lambda: MSAR(block_size=4), 1), (MHC, 4)],
-    ids=["what is read", "blocks", "lanes"],
+    [(Vanilla, 0), (lambda: MSAR(4, schedule="per_read"), 1), (lambda: MSAR(4), 1 + 4), (MHC, 4)],
+    ids=["what is read", "blocks", "blocks and retrieved streams", "lanes"],
 )
 def test_depth_state_keeps_one_tensor_per_write_or_its_lanes(residual, per_sublayer):
     setup = setup_of(residual=residual())
@@ -142,6 +142,13 @@ def test_remedies_make_it_fit(n_gpus):
         break
     else:
         pytest.fail("offloading alone makes it fit")
+
+
+def test_reads_that_keep_statistics_only_are_a_remedy():
+    setup = setup_of(n_gpus=8, checkpointing="selective", batch_size=4)
+    (text, fitting), *_ = remedies(setup, total_gib(setup) - 5)
+    assert text == "--model.residual.init_args.schedule=per_read"
+    assert fitting.residual.options == setup.residual.options | {"schedule": "per_read"}
 
 
 def test_enough_gpus_is_the_least_doubling():
