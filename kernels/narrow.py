@@ -5,10 +5,11 @@ is an error of a whole row, stay in fp32. Powers of two, one per source and meas
 
     |v| fit <= PEAK        |u| fit, partial sums of u too <= PEAK taps        taps = sum of |taps| of a channel + m
     |du| dfit <= PEAK      |dv| dfit, partial sums of dv too <= PEAK taps
+    |slope| times a power of two of its own <= SLOPE_PEAK
 
 With PEAK taps <= 2^12, products of gradients in units (at most GRADIENT_PEAK) and u stay below 2^15, and so do sums of
-eight products of du and v. A row 2^-18 times as large as the source's largest keeps fp16's 11 bits, a smaller one loses
-a bit per octave.
+eight products of du and v, or of four of slope and u. A row 2^-18 times as large as the source's largest keeps fp16's
+11 bits, a smaller one loses a bit per octave.
 """
 
 import torch

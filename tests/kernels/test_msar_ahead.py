@@ -89,6 +89,20 @@ def test_segments_of_time_join_where_taps_reach_across(packed, monkeypatch):
     case.check(reads(False, **arguments), reads(True, **arguments))
 
 
+@pytest.mark.parametrize("n_sources", [1, 2, 5, 9])
+@pytest.mark.parametrize(("B", "T"), [(2, 8192), (1, 2048), (1, 100), (8, 64), (3, 1000)])
+def test_segments_cover_a_sequence_in_no_more_waves_of_work_than_fixed_ones(B, T, n_sources):
+    programs, past, at_once = 33 * n_sources, 11, 12 * 132
+    length = msar_steps.segment_length((B, T), programs, past, at_once)
+
+    def work(length):
+        return -(-B * -(-T // length) * programs // at_once) * (length + past)
+
+    assert length % 16 == 0
+    assert 0 < length <= 2 * msar_steps.SEGMENT
+    assert work(length) <= work(min(msar_steps.SEGMENT, -(-T // 16) * 16))
+
+
 def test_one_source_gives_the_queries_no_gradient():
     result = ahead_case(1, 1, 7, sizes=(1, 4)).run(reads(True, 1, 1, sizes=(1, 4)))
     assert result["query0"].eq(0).all()
