@@ -68,12 +68,13 @@ class Case(NamedTuple):
     warps: int
     per_turn: float
     sources: int  # that the launch goes through; 1 for the mix
+    registers: int | None = None  # at most, as `msar_steps.Sources.constants` says
 
 
 ONE = {"PER_SOURCE": False, "BEND": True, "QUERY": True}
 CASES = (
-    Case("score, one read", streams.score_kernel, TILE | {"STEPS": 4, "READS": 1}, 4, 8, 1),
-    Case("score, 4 reads", streams.score_kernel, TILE | {"STEPS": 4, "READS": 4}, 4, 8, SOURCES),
+    Case("score, one read", streams.score_kernel, TILE | {"STEPS": 4, "READS": 1}, 4, 8, 1, 128),
+    Case("score, 4 reads", streams.score_kernel, TILE | {"STEPS": 4, "READS": 4}, 4, 8, SOURCES, 168),
     Case(
         "retrieve",
         streams.retrieve_kernel,
@@ -81,6 +82,7 @@ CASES = (
         4,
         16,
         SOURCES + 1,
+        128,
     ),
     Case(
         "retrieve, 4 reads",
@@ -89,6 +91,7 @@ CASES = (
         4,
         8,
         SOURCES,
+        128,
     ),
     Case("mix", mixing.mix_kernel, MIX | MIX_ROWS, MIX_WARPS[0], 8.25, 1),
     Case("mix backward, factors", mixing_backward.factors_kernel, MIX | MIX_FACTORS, MIX_WARPS[1], 8, 1),
@@ -100,6 +103,7 @@ CASES = (
         4,
         32,
         SOURCES + 1,
+        168,
     ),
     Case(
         "weights' gradient, 4 reads",
@@ -108,12 +112,13 @@ CASES = (
         4,
         8,
         SOURCES,
+        168,
     ),
     Case("queries' gradients, 8 reads", combining.dqueries_kernel, DQUERIES, 4, 16, SOURCES),
     Case("combine, 8 reads", combining.combine_kernel, COMBINED | {"DTYPE": tl.float16}, 4, 8, SOURCES),
-    Case("walk, scored in the read", walk.gradient_kernel, WALK | ONE, 1, 8, 1),
-    Case("walk, 2 reads", walk.gradient_kernel, WALK | ONE | {"READS": 2}, 1, 8, SOURCES),
-    Case("walk, 4 reads", walk.gradient_kernel, WALK | ONE | {"READS": 4}, 1, 8, SOURCES),
+    Case("walk, scored in the read", walk.gradient_kernel, WALK | ONE, 1, 8, 1, 168),
+    Case("walk, 2 reads", walk.gradient_kernel, WALK | ONE | {"READS": 2}, 1, 8, SOURCES, 168),
+    Case("walk, 4 reads", walk.gradient_kernel, WALK | ONE | {"READS": 4}, 1, 8, SOURCES, 168),
     Case(
         "walk, after combine",
         walk.gradient_kernel,
@@ -121,6 +126,7 @@ CASES = (
         1,
         8,
         SOURCES,
+        168,
     ),
     Case(
         "walk, scored ahead",
@@ -129,6 +135,7 @@ CASES = (
         1,
         8,
         SOURCES,
+        168,
     ),
 )
 
@@ -146,8 +153,8 @@ def compiled(case: Case):
             hints[(place,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=case.kernel, signature=signature, constexprs=fixed, attrs=hints)
     options = {"num_warps": case.warps}
-    if case.constants.get("COMPUTE") == tl.float16:
-        options["maxnreg"] = 168  # as `msar_steps.Sources.constants` says
+    if case.registers is not None:
+        options["maxnreg"] = case.registers
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 

@@ -92,12 +92,16 @@ class Sources:
     def dtype(self) -> torch.dtype:
         return self.tensors[0].dtype
 
-    def constants(self, spec: Spec, compute: torch.dtype | None = None) -> dict:
-        """What every kernel over sources is compiled for; `compute` for those that have a choice."""
+    def constants(self, spec: Spec, compute: torch.dtype | None = None, warps_per_sm: int | None = None) -> dict:
+        """What every kernel over sources is compiled for.
+
+        Args:
+            compute: for kernels that have a choice.
+            warps_per_sm: 12 or 16 to be resident; the compiler would often rather take the registers of more.
+        """
         choice = {} if compute is None else {"COMPUTE": TRITON_DTYPES[compute]}
-        if compute == torch.float16:
-            # 12 warps an SM: the compiler would take up to 211 registers, to issue 4 % fewer instructions
-            choice["maxnreg"] = 168
+        if warps_per_sm is not None:
+            choice["maxnreg"] = {12: 168, 16: 128}[warps_per_sm]
         return choice | {
             "SIZES": spec.kernel_sizes,
             "D": self.tensors[0].shape[-1],
@@ -155,9 +159,11 @@ def score(spec: Spec, sources: Sources, queries: Tensor) -> tuple[Tensor, Tensor
     steps = max(1, 16 // spec.m)
     n_tiles = triton.cdiv(T, WARPS * steps)
     for group in reads_at_once(R):
+        n_reads = group.stop - group.start
         streams.score_kernel[(B * n_tiles, N)](
             sources.table, queries[group], sources.position, logits[group], rstd, T, N, B * T, n_tiles, spec.eps,
-            READS=group.stop - group.start, BLOCK_D=spec.block_d, **tiles(T, steps), **sources.constants(spec),
+            READS=n_reads, BLOCK_D=spec.block_d, **tiles(T, steps),
+            **sources.constants(spec, warps_per_sm=16 if n_reads < READS_AT_ONCE else 12),
         )  # fmt: skip
     return logits, rstd
 
@@ -197,10 +203,11 @@ def retrieve(
         # as many accumulators as fit beside the window: two channels take one register in fp16 and two in fp32
         steps = max(1, min(8, (32 if fit is None else 64) // (spec.m * triton.next_power_of_2(n_reads))))
         n_tiles = triton.cdiv(T, WARPS * steps)
-        streams.retrieve_kernel[(B * n_tiles, triton.cdiv(D, spec.block_d))](
+        streams.retrieve_kernel[(B * n_tiles * triton.cdiv(D, spec.block_d),)](
             sources.table, by_read, fit, scale, *(base or (None, None)), sources.position, out_table[0, group], T, N,
             B * T, n_tiles, READS=n_reads, BLOCK_D=spec.block_d, SCALED=scale is not None, BASE=base is not None,
-            OUT_DTYPE=TRITON_DTYPES[dtype], **tiles(T, steps), **sources.constants(spec, compute),
+            OUT_DTYPE=TRITON_DTYPES[dtype], **tiles(T, steps),
+            **sources.constants(spec, compute, None if fit is None else 16),
         )  # fmt: skip
     return out
 
@@ -250,7 +257,8 @@ def weights_gradient(
         streams_backward.dweights_kernel[(B * n_tiles * n_groups,)](
             sources.table, dr_table[0, group], r, fit, out[group], means, sources.position, T, N, B * T, n_tiles,
             READS=n_reads, AT_ONCE=at_once, SHARED=drs[0].ndim == 2, MEANS=r is not None, BLOCK_D=spec.block_d,
-            DR_DTYPE=TRITON_DTYPES[drs[0].dtype], **tiles(T, steps), **sources.constants(spec, compute),
+            DR_DTYPE=TRITON_DTYPES[drs[0].dtype], **tiles(T, steps),
+            **sources.constants(spec, compute, None if fit is None else 12),
         )  # fmt: skip
     return out, means
 
@@ -368,7 +376,7 @@ def walk_sources(
         dtaps, dqueries, T, N, B * T, n_segments, segment,
         READS=R, PER_SOURCE=per_source, SHARED=shared, BEND=bend is not None, QUERY=queries is not None,
         BLOCK_D=spec.block_d, UNROLL=4, ADD=sources.buffers.add, DR_DTYPE=TRITON_DTYPES[dr_dtype], num_warps=1,
-        **sources.constants(spec, compute),
+        **sources.constants(spec, compute, None if fit is None else 12),
     )  # fmt: skip
     return None if dqueries is None else dqueries.sum((0, 1)), dtaps.sum(1)
 

@@ -115,9 +115,11 @@ def retrieve_kernel(
     M: tl.constexpr = n_streams(SIZES)
     WINDOW: tl.constexpr = widest(SIZES)
     NARROW: tl.constexpr = COMPUTE == tl.float16
-    b = tl.program_id(0) // n_tiles
-    t_first = tl.program_id(0) % n_tiles * (WARPS * STEPS) + (tl.arange(0, WARPS) * STEPS)[:, None]
-    o_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+    N_CHANNEL_TILES: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+    tile = tl.program_id(0) // N_CHANNEL_TILES  # tokens side by side, so that whole rows come and go
+    b = tile // n_tiles
+    t_first = tile % n_tiles * (WARPS * STEPS) + (tl.arange(0, WARPS) * STEPS)[:, None]
+    o_d = tl.program_id(0) % N_CHANNEL_TILES * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
     sequence = b.to(tl.int64) * T
     first = sequence + t_first
     t_oldest = t_first - (WINDOW - 1)
