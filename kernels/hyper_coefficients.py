@@ -345,26 +345,31 @@ def coefficients_gradient_kernel(
 @triton.jit
 def coefficient_sums_kernel(
     p_partial, p_static, p_gates, n_programs,
-    KIND: tl.constexpr, n: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    KIND: tl.constexpr, n: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, ALL: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Sums the partial rows [programs, 2, R] in one fixed order: gradients of the static part [R] and of the gates."""
-    o_c = tl.arange(0, WIDTH)
+    """Sums the partial rows [programs, 2, R] in one fixed order: gradients of the static part [R] and of the gates.
+
+    One program: WIDTH columns of the static part, or all columns, ALL at most, of one gate; SIZE values at a time.
+    """
+    N_STATIC: tl.constexpr = (R + WIDTH - 1) // WIDTH
+    if tl.program_id(0) < N_STATIC:
+        o_c = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+        b_sum = column_sums(p_partial, o_c, o_c < R, n_programs, R, SIZE // WIDTH, WIDTH)
+        tl.store(p_static + o_c, b_sum, mask=o_c < R)
+    elif KIND != "static":
+        gate = tl.program_id(0) - N_STATIC
+        o_all = tl.arange(0, ALL)
+        of_column = tl.where(o_all < n, 0, tl.where(o_all < 2 * n, 1, 0 if KIND == "hc" else 2))
+        m_all = (of_column == gate) & (o_all < R)
+        tl.store(p_gates + gate, tl.sum(column_sums(p_partial + R, o_all, m_all, n_programs, R, SIZE // ALL, ALL)))
+
+
+@triton.jit
+def column_sums(p_first, o_c, m_c, n_rows, R: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Sums of some columns [WIDTH] over rows that are 2 R apart, ROWS at a time."""
     total = tl.zeros([ROWS, WIDTH], tl.float32)
-    for first in range(0, n_programs, ROWS):
+    for first in range(0, n_rows, ROWS):
         o_r = first + tl.arange(0, ROWS)
-        m_rc = (o_r < n_programs)[:, None] & (o_c < 2 * R)[None, :]
-        total += tl.load(p_partial + o_r[:, None] * 2 * R + o_c[None, :], mask=m_rc, other=0.0)
-    b_sum = tl.sum(total, 0)
-    tl.store(p_static + o_c, b_sum, mask=o_c < R)
-    if KIND != "static":
-        of_pre = tl.sum(tl.where((o_c >= R) & (o_c < R + n), b_sum, 0.0))
-        of_post = tl.sum(tl.where((o_c >= R + n) & (o_c < R + 2 * n), b_sum, 0.0))
-        of_res = tl.sum(tl.where((o_c >= R + 2 * n) & (o_c < 2 * R), b_sum, 0.0))
-        if KIND == "hc":
-            tl.store(p_gates, of_pre + of_res)
-            tl.store(p_gates + 1, of_post)
-        else:
-            tl.store(p_gates, of_pre)
-            if KIND == "mhc":
-                tl.store(p_gates + 1, of_post)
-                tl.store(p_gates + 2, of_res)
+        m_rc = (o_r < n_rows)[:, None] & m_c[None, :]
+        total += tl.load(p_first + o_r[:, None] * 2 * R + o_c[None, :], mask=m_rc, other=0.0)
+    return tl.sum(total, 0)

@@ -246,10 +246,10 @@ def coefficients_gradient(
         lanes, dh, projected, gates, *_static_parts(spec, tuple(static)), dpost, dres, pre, draw, bend, partial, P,
         spec.eps, spec.shift, **spec.options("coefficients_gradient"),
     )  # fmt: skip
-    width = triton.next_power_of_2(2 * R)
-    hyper_coefficients.coefficient_sums_kernel[(1,)](
+    n_gates = 0 if of_gates is None else of_gates.numel()
+    hyper_coefficients.coefficient_sums_kernel[(triton.cdiv(R, 8) + n_gates,)](
         partial, of_static, of_gates, n_programs,
-        KIND=spec.kind, n=n, R=R, ROWS=max(1, 8192 // width), WIDTH=width, num_warps=8,
+        KIND=spec.kind, n=n, R=R, WIDTH=8, ALL=triton.next_power_of_2(R), SIZE=16384, num_warps=8,
     )  # fmt: skip
     return (pre, draw, bend), of_gates, of_static
 
