@@ -14,6 +14,7 @@ import torch
 _logger = logging.getLogger(__name__)
 
 Kernels = Literal["auto", "triton", "reference", "compiled"]
+MAX_READS = 16  # that the Triton kernels of MSAR compute together
 
 
 def check(kernels: str) -> None:

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from kernels import MAX_READS
 from kernels.gradients import Buffers
 from kernels.msar_steps import Sources, Spec, score, scores_backward
 from kernels.tiles import aligned, check_sources, check_streams, float32
-
-MAX_READS = 16
 
 
 class _ScoreBlock(torch.autograd.Function):

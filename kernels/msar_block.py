@@ -21,7 +21,7 @@ import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernels import depth_softmax
+from kernels import MAX_READS, depth_softmax
 from kernels.gradients import Buffers
 from kernels.msar_mix import Mixer, mix, mix_backward
 from kernels.msar_steps import (
@@ -37,8 +37,6 @@ from kernels.msar_steps import (
 )
 from kernels.reference import Gate
 from kernels.tiles import aligned, check_sources, check_streams, float32, table
-
-MAX_READS = 16
 
 
 class _OpenBlock(torch.autograd.Function):

@@ -119,6 +119,11 @@ def tiles(T: int, steps: int) -> dict:
     return {"STEPS": steps, "WARPS": WARPS, "EVEN": T % (WARPS * steps) == 0, "num_warps": WARPS}
 
 
+def tokens_of_a_warp(sums: int, registers: int, most: int = 8) -> int:
+    """A power of two of tokens whose `sums` each fit into so many registers, at least one and `most` at most."""
+    return 1 << (max(1, min(most, registers // sums)).bit_length() - 1)
+
+
 def segment_length(sequences: tuple[int, int], n_programs: int, past: int, at_once: int) -> int:
     """Tokens per program of a walk, such that no last wave of programs leaves the device idle.
 
@@ -156,7 +161,7 @@ def score(spec: Spec, sources: Sources, queries: Tensor) -> tuple[Tensor, Tensor
     B, T, _, N = sources.shape
     R = len(queries)
     logits, rstd = queries.new_empty(R, N, B * T, spec.m), queries.new_empty(N, B * T, spec.m)
-    steps = max(1, 16 // spec.m)
+    steps = tokens_of_a_warp(spec.m, 16, most=16)
     n_tiles = triton.cdiv(T, WARPS * steps)
     for group in reads_at_once(R):
         n_reads = group.stop - group.start
@@ -201,7 +206,7 @@ def retrieve(
         n_reads = len(of_group)
         by_read = by_token(of_group) if fit is None else narrow.narrow_weights(of_group, scale, fit)
         # as many accumulators as fit beside the window: two channels take one register in fp16 and two in fp32
-        steps = max(1, min(8, (32 if fit is None else 64) // (spec.m * triton.next_power_of_2(n_reads))))
+        steps = tokens_of_a_warp(spec.m * n_reads, 32 if fit is None else 64)
         n_tiles = triton.cdiv(T, WARPS * steps)
         streams.retrieve_kernel[(B * n_tiles * triton.cdiv(D, spec.block_d),)](
             sources.table, by_read, fit, scale, *(base or (None, None)), sources.position, out_table[0, group], T, N,
@@ -250,9 +255,8 @@ def weights_gradient(
     for group in reads_at_once(len(drs)):
         n_reads = group.stop - group.start
         # the fewer sums a token has, the more tokens share the rows before them; two channels share a register
-        steps = min(8, (32 if fit is None else 96) // (spec.m * n_reads * at_once))
-        steps = max(1, min(steps, 8 if r is None else 4))
-        steps = 1 << (steps.bit_length() - 1)
+        sums = spec.m * n_reads * at_once
+        steps = tokens_of_a_warp(sums, 32 if fit is None else 96, most=8 if r is None else 4)
         n_tiles = triton.cdiv(T, WARPS * steps)
         streams_backward.dweights_kernel[(B * n_tiles * n_groups,)](
             sources.table, dr_table[0, group], r, fit, out[group], means, sources.position, T, N, B * T, n_tiles,

@@ -21,6 +21,7 @@ from kernels.tiles import (
     load_values,
     multiply_add,
     n_streams,
+    pair_sums,
     raw_rows,
     seen_at,
     tensor_at,
@@ -91,7 +92,7 @@ def added(b_sums, b_a, b_b, LANES: tl.constexpr):
     if b_a.shape[1] == LANES:
         out = tl.fma(b_a, b_b, b_sums)
     else:
-        out = b_sums + tl.sum(tl.reshape(b_a * b_b, (b_a.shape[0], LANES, 2)), 2)
+        out = b_sums + pair_sums(b_a * b_b)
     return out
 
 

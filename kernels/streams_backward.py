@@ -19,6 +19,7 @@ from kernels.tiles import (
     multiply,
     multiply_add,
     n_streams,
+    pair_sums,
     raw_rows,
     seen_at,
     tensor_at,
@@ -32,12 +33,6 @@ from kernels.tiles import (
 def tiles_at_once(compute, sources):
     """Tiles of channels whose products are added in fp16 before fp32 takes over: see `narrow` for the bound."""
     return 2 if compute == tl.float16 and int(sources) == 1 else 1
-
-
-@triton.jit
-def pair_sums(b_x, WARPS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Sums of neighbouring channels: the two of a lane take one register."""
-    return tl.sum(tl.reshape(b_x.to(tl.float32), (WARPS, BLOCK_D // 2, 2)), 2)
 
 
 @triton.jit
@@ -131,10 +126,10 @@ def dweights_kernel(
                             p_row = p_r + first * M * D + (s * M + j) * D
                             b_rs = b_rs + (tl.load(p_row + o_d, mask=mask, other=0.0).to(COMPUTE),)
                     for q in tl.static_range(AT_ONCE):
-                        b_dot = pair_sums(row_products(streams[q], b_drs, TILES), WARPS, BLOCK_D)
+                        b_dot = pair_sums(row_products(streams[q], b_drs, TILES))
                         new_dots = new_dots + (dots[((j * STEPS + s) * READS + r) * AT_ONCE + q] + b_dot,)
                     if MEANS:
-                        b_mean = pair_sums(row_products(b_rs, b_drs, TILES), WARPS, BLOCK_D)
+                        b_mean = pair_sums(row_products(b_rs, b_drs, TILES))
                         new_means = new_means + (means[j * STEPS + s] + b_mean,)
         dots = new_dots
         means = new_means

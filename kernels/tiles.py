@@ -169,6 +169,12 @@ def multiply(a, b):
 
 
 @triton.jit
+def pair_sums(b_x):
+    """Sums of neighbouring channels of [WARPS, BLOCK_D] in fp32: the two of a lane take one register."""
+    return tl.sum(tl.reshape(b_x.to(tl.float32), (b_x.shape[0], b_x.shape[1] // 2, 2)), 2)
+
+
+@triton.jit
 def fitted(b_row, fit):
     """A bf16 row times a power of two, which bf16 holds exactly, in fp16."""
     if PAIRED:

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kernels import Kernels, reference
+from kernels import MAX_READS, Kernels, reference
 from kernels.reference import Gate
 from lit_msar.initialization import Init, constant, normal
 from lit_msar.residual.base import Cost, Site, State
@@ -14,7 +14,6 @@ from lit_msar.residual.depth import DepthAttention, joined, split_position
 
 GATE_SCALE = 0.01
 WEIGHT_STD = 0.02
-MOST_READS = 16  # of a block that are computed together
 FEWEST_AHEAD = 4  # reads of a block that make it worth to score the completed sources for all of them at once
 
 
@@ -159,7 +158,7 @@ class MSAR(DepthAttention):
     def _by_block(self, dtype: torch.dtype) -> bool:
         """Whether fused reads of sources of `dtype` share what they retrieve."""
         if self.schedule == "auto":
-            return self.can_share and 2 <= self.block_size <= MOST_READS and dtype != torch.float16
+            return self.can_share and 2 <= self.block_size <= MAX_READS and dtype != torch.float16
         return self.schedule == "per_block"
 
     def _reads_by_block(self, source: Tensor) -> bool:
@@ -186,7 +185,7 @@ class MSAR(DepthAttention):
     def _scores_ahead(self, source: Tensor) -> bool:
         if self.reader_owns_convs or not FEWEST_AHEAD <= self.block_size:
             return False
-        return self.block_size <= MOST_READS and hasattr(self.ops(source), "score_block")
+        return self.block_size <= MAX_READS and hasattr(self.ops(source), "score_block")
 
     def _read_scored(self, tensors: State, site: Site, options: dict) -> tuple[Tensor, State]:
         """The read at `site` of a state `(*completed sources, their scores for each read to come, partial?)`."""
@@ -206,13 +205,14 @@ class MSAR(DepthAttention):
 
     def opens_reads(self, site: Site) -> bool:
         """Whether reads to come share what is computed at `site`; the head's joins those of the last block."""
-        return self.opens_block(site) and not (site.is_head and self.block_size < MOST_READS)
+        return self.opens_block(site) and not (site.is_head and self.block_size < MAX_READS)
 
     def reads_of_block(self, site: Site) -> range:
         """The reads that share what is computed at `site`, where `opens_reads`."""
         end = site.index + self.block_size
-        with_head = end >= self.n_sublayers and self.block_size < MOST_READS
-        return range(site.index, self.n_sublayers + 1 if with_head else min(end, self.n_sublayers + 1))
+        if end == self.n_sublayers and self.block_size < MAX_READS:
+            end += 1  # the head's
+        return range(site.index, min(end, self.n_sublayers + 1))
 
     def _completed(self, tensors: State, site: Site) -> tuple[State, State]:
         """The sources that were complete when these reads opened, and the rest of the state."""

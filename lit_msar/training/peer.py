@@ -1,13 +1,12 @@
 """The same decoder in transformers, as a yardstick for the backbone's speed: Glm4Moe, grouped_mm experts, pure bf16."""
 
-import itertools
 import statistics
-import time
 
 import torch
 from torch import nn
 
 from lit_msar.model import DecoderConfig
+from lit_msar.training.bench import Clock
 
 
 def glm4moe(config: DecoderConfig, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
@@ -57,31 +56,19 @@ def peer_step_seconds(
     """
     model = glm4moe(config, tokens.device, dtype)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    is_cuda = tokens.device.type == "cuda"
-    stamps: list[torch.cuda.Event | float] = []
-
-    def stamp() -> None:
-        if is_cuda:
-            stamps.append(torch.cuda.Event(enable_timing=True))
-            stamps[-1].record()
-        else:
-            stamps.append(time.perf_counter())
-
+    is_cuda, clock = tokens.device.type == "cuda", Clock(tokens.device)
     for step in range(warmup + steps):
-        if is_cuda and step == warmup:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-        stamp()
+        if step == warmup:
+            clock.read()
+            if is_cuda:
+                torch.cuda.reset_peak_memory_stats()
+        clock.start("step")
         logits = model(input_ids=tokens[:, :-1]).logits
         nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()).backward()
         del logits
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    stamp()
-    if is_cuda:
-        torch.cuda.synchronize()
-    pairs = itertools.pairwise(stamps[warmup:])
-    seconds = [start.elapsed_time(end) / 1e3 if is_cuda else end - start for start, end in pairs]
+    seconds = [parts["step"] for parts in clock.read()]
     peak = torch.cuda.max_memory_allocated() / 2**30 if is_cuda else None
     return statistics.median(seconds), peak
