@@ -28,7 +28,7 @@ from data.inputs import find_inputs
 from data.order import Lookahead, Shuffle
 from data.pool import available_cores
 from data.prepare import prepare
-from data.shards import SHARD_TOKENS, Manifest, Shard, ShardSet, check_size, load_manifest
+from data.shards import SHARD_TOKENS, Manifest, Shard, ShardSet, check_sizes, load_manifest
 from data.split import TokenSplit
 from data.tokenizer import load_tokenizer
 
@@ -246,8 +246,7 @@ def _one_start(folder: str, n_batches: int = 500) -> None:
     before = _resident()
     start = time.perf_counter()
     manifest = load_manifest(folder)
-    for shard in manifest.shards():
-        check_size(folder, shard, manifest.token_bytes)
+    check_sizes(folder, manifest)
     split = TokenSplit(folder, manifest, "train", SEQ_LEN)
     order = Lookahead(Shuffle(split.sizes, seed=0), BATCH, BATCH)
     split.batch(*order(0))

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from data.prepare import verify_shards
 from data.remote import fetch_manifest, fetch_shards, is_remote
-from data.shards import IDX_DTYPE, Manifest, ShardSet, load_manifest
+from data.shards import IDX_DTYPE, Manifest, ShardSet, check_sizes, load_manifest
 from data.split import ShardFiles
 from data.tokenizer import load_tokenizer
 
@@ -22,13 +22,13 @@ WIDTH = 100  # columns where the output is no terminal
 def data_info(
     path: str, sample_tokens: int = 120, histogram: bool = True, verify: bool = False, cache_dir: str | None = None
 ) -> None:
-    """Prints what a prepared directory holds.
+    """Prints what a prepared directory holds, if its shards are as long as the manifest says.
 
     Args:
         path: prepared directory, or an fsspec URL of one.
         sample_tokens: length of the decoded sample; 0 for none (tokens).
         histogram: show how long documents are.
-        verify: re-read all shards against the manifest first.
+        verify: re-read all shards against the manifest first, not only their sizes.
         cache_dir: where remote data is copied to (default: ~/.cache/lit_msar/data).
     Raises:
         FileNotFoundError, ValueError: no such data, or a damaged file; names it.
@@ -37,8 +37,9 @@ def data_info(
         raise ValueError(f"sample_tokens must not be negative, got {sample_tokens}")
     root = fetch_manifest(path, cache_dir) if is_remote(path) else path
     manifest = load_manifest(root)
-    needs_shards = verify or histogram or sample_tokens
-    if is_remote(path) and needs_shards:
+    if not is_remote(path):
+        check_sizes(root, manifest)
+    elif verify or histogram or sample_tokens:
         fetch_shards(path, root, manifest, manifest.shards())
     if verify:
         verify_shards(Path(root))

@@ -15,7 +15,17 @@ from data.job import JOURNAL_SECONDS, Job, sweep, write_atomic
 from data.pool import TokenizerPool, available_cores
 from data.progress import PrepareProgress, each
 from data.python_source import python_inputs
-from data.shards import SHARD_TOKENS, VERSION, Manifest, ShardWriter, check_content, hash_file, load_manifest, safe_name
+from data.shards import (
+    SHARD_TOKENS,
+    VERSION,
+    Manifest,
+    ShardWriter,
+    check_content,
+    check_sizes,
+    hash_file,
+    load_manifest,
+    safe_name,
+)
 from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from data.verify import record_verified
 
@@ -67,7 +77,7 @@ def prepare(
     Returns:
         The manifest of the output.
     Raises:
-        FileNotFoundError: an input, the tokenizer, or with --verify a shard, is missing.
+        FileNotFoundError: an input, the tokenizer, or a shard of an output that was complete, is missing.
         ValueError: a wrong option, damaged input, a bad line, or a damaged shard.
     """
     target = Path(output) if Path(output).name else Path(output).resolve()
@@ -174,7 +184,7 @@ def _make(
 
 
 def _finished(target: Path, identity: dict) -> Manifest | None:
-    """The manifest where the output is complete, None where it is to be made."""
+    """The manifest where the output is complete, its shards as long as it says; None where it is to be made."""
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return None
     if not (target / "manifest.json").is_file():
@@ -186,6 +196,7 @@ def _finished(target: Path, identity: dict) -> Manifest | None:
         raise ValueError(
             f"output {target}: was prepared with other {', '.join(keys)}; choose another --output or remove it"
         )
+    check_sizes(target, manifest)
     return manifest
 
 

@@ -21,6 +21,7 @@ FORMAT = "lit_msar.tokens"
 VERSION = 1
 SHARD_TOKENS = 1 << 27  # 256 MiB of uint16: few files at a terabyte, and one remote shard is quick to fetch
 IDX_DTYPE = np.dtype("<u8")
+REMEDY = "restore the file, or remove the directory and prepare the data again"
 
 
 @dataclass
@@ -155,12 +156,16 @@ def check_size(root: str | os.PathLike, shard: Shard, token_bytes: int) -> None:
         try:
             found = file.stat().st_size
         except FileNotFoundError:
-            raise FileNotFoundError(f"{file}: missing; prepare the data again or restore the file") from None
+            raise FileNotFoundError(f"{file}: missing; {REMEDY}") from None
         if found != size:
             kind = "empty" if found == 0 else "truncated" if found < size else "too long"
-            raise ValueError(
-                f"{file}: {kind}, it ends at byte {found} instead of {size}; prepare the data again or restore the file"
-            )
+            raise ValueError(f"{file}: {kind}, it ends at byte {found} instead of {size}; {REMEDY}")
+
+
+def check_sizes(root: str | os.PathLike, manifest: Manifest, shards: list[Shard] | None = None) -> None:
+    """`check_size` of each of `shards`, all by default: what a command does before it reads prepared data."""
+    for shard in manifest.shards() if shards is None else shards:
+        check_size(root, shard, manifest.token_bytes)
 
 
 def check_hash(root: str | os.PathLike, shard: Shard, token_bytes: int) -> None:
@@ -169,9 +174,7 @@ def check_hash(root: str | os.PathLike, shard: Shard, token_bytes: int) -> None:
     for suffix, digest in ((".bin", shard.sha256), (".idx", shard.idx_sha256)):
         file = Path(root) / (shard.path + suffix)
         if hash_file(file) != digest:
-            raise ValueError(
-                f"{file}: damaged, its SHA-256 is not the manifest's; prepare the data again or restore the file"
-            )
+            raise ValueError(f"{file}: damaged, its SHA-256 is not the manifest's; {REMEDY}")
 
 
 def check_content(root: str | os.PathLike, shard: Shard, manifest: Manifest) -> None:

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from data.progress import each
-from data.shards import Manifest, Shard, check_hash, check_size
+from data.shards import Manifest, Shard, check_hash, check_sizes
 
 RECORD = ".verified.json"
 
@@ -23,14 +23,10 @@ def verify_once(root: str | os.PathLike, manifest: Manifest, shards: list[Shard]
     """
     root = Path(root)
     shards = manifest.shards() if shards is None else shards
+    check_sizes(root, manifest, shards)
     known = _read(root)
-    stamps = {}
-    todo = []
-    for shard in shards:
-        check_size(root, shard, manifest.token_bytes)
-        stamps[shard.path] = _stamp(root, shard)
-        if known.get(shard.path) != stamps[shard.path]:
-            todo.append(shard)
+    stamps = {shard.path: _stamp(root, shard) for shard in shards}
+    todo = [shard for shard in shards if known.get(shard.path) != stamps[shard.path]]
     sizes = [shard.tokens * manifest.token_bytes for shard in todo]
     # Threads: hashing releases the interpreter lock.
     each(

@@ -22,7 +22,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from data.shards import load_manifest
+from data.shards import check_sizes, load_manifest
 from data.split import IGNORE, TokenSplit
 from kernels import reference
 from lit_msar import residual
@@ -127,7 +127,9 @@ class Options:
 
 def batches(options: Options) -> Iterator[dict[str, Tensor]]:
     """The first samples of the training text, set after set in turn; the same for every run."""
-    split = TokenSplit(options.data, load_manifest(options.data), "train", options.seq_len)
+    manifest = load_manifest(options.data)
+    check_sizes(options.data, manifest)
+    split = TokenSplit(options.data, manifest, "train", options.seq_len)
     n_sets, B = len(split.sizes), options.batch_size
     if (n := sum(split.sizes)) < options.steps * B:
         raise ValueError(

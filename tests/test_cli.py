@@ -1,6 +1,8 @@
 """The command line as a user meets it: what it prints, leaves on disk and returns."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -144,6 +146,20 @@ def test_wrong_input_ends_with_one_line_and_code_2(argv, named, prepared, tmp_pa
     assert named in errors[0]
     left = {path.name for path in tmp_path.rglob("*") if path.is_file()}
     assert not any(name.endswith((".ckpt", ".bin", ".json")) for name in left), "nothing half-written"
+
+
+def test_data_info_names_a_truncated_shard_in_the_words_of_fit(prepared, tmp_path, capsys):  # noqa: F811
+    data = shutil.copytree(prepared, tmp_path / "data")
+    shard = data / "train/code/shard-00000.bin"
+    size = shard.stat().st_size
+    os.truncate(shard, size - 2)
+    said = []
+    for argv in (["data-info", str(data)], fit_arguments(data, tmp_path / "out", "--trainer.max_steps=1")):
+        capsys.readouterr()
+        assert run(argv) == 2
+        said += [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert said[0].startswith(f"error: {shard}: truncated, it ends at byte {size - 2} instead of {size}; ")
+    assert said == [said[0]] * 2
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 import csv
 import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -144,3 +145,12 @@ def test_wrong_options_end_with_one_line_that_names_them(options, tmp_path, caps
     assert message.startswith("error:")
     assert "\n" not in message
     assert not list(tmp_path.iterdir())
+
+
+def test_a_truncated_shard_is_named_before_any_run(options, tmp_path, capsys):
+    shard = shutil.copytree(options.data, tmp_path / "data") / "train/text/shard-00000.bin"
+    shard.write_bytes(shard.read_bytes()[:-2])  # no step reads that far
+    arguments = ["--data", str(tmp_path / "data"), "--output", str(tmp_path / "losses"), "--size", str(options.size)]
+    assert parity.main([*arguments, "--steps", "2", "--seq_len", "16"]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {shard}: truncated, it ends at byte")
+    assert not (tmp_path / "losses").exists()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from data.order import Mixture, Shuffle, quotas_of
 from data.remote import fetch_manifest, fetch_shards, is_remote
-from data.shards import Manifest, check_size, load_manifest
+from data.shards import Manifest, check_sizes, load_manifest
 from data.split import TokenSplit
 from data.tokenizer import Tokenizer, load_tokenizer
 from data.verify import verify_once
@@ -177,8 +177,7 @@ class TokenData(pl.LightningDataModule):
             _ = self.train_split, self.val_split  # computes where samples start, once instead of on every rank
 
     def setup(self, stage: str) -> None:
-        for shard in self.used.shards():
-            check_size(self.root, shard, self.manifest.token_bytes)
+        check_sizes(self.root, self.used)
         if stage == "fit":
             _ = self.order  # what is wrong with the options shows before the model is built
             if self.trainer is not None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from data import bench
-from data.shards import check_size
+from data.shards import check_sizes
 
 
 @pytest.fixture(autouse=True)
@@ -35,8 +35,7 @@ def test_sparse_data_pass_for_large_ones(
     monkeypatch.setattr(bench, "SHARD_TOKENS", 1 << 20)
     manifest = bench.fake_data(tmp_path, 5 * (1 << 20) + 5, sparse=True)
     assert len(manifest.shards()) == 6
-    for shard in manifest.shards():
-        check_size(tmp_path, shard, 2)
+    check_sizes(tmp_path, manifest)
     assert sum(f.stat().st_blocks for f in tmp_path.rglob("*.bin")) == 0  # no disk
     bench._one_start(str(tmp_path), n_batches=2)
     assert "6 shards" in capsys.readouterr().out

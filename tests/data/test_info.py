@@ -1,5 +1,6 @@
 """The table of a prepared directory shows its sets, lengths and a sample."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -42,6 +43,32 @@ def test_info_names_what_is_wrong(prepared: Path, tmp_path: Path) -> None:
         data_info(str(tmp_path))
     with pytest.raises(ValueError, match="sample_tokens"):
         data_info(str(prepared), sample_tokens=-1)
-    (prepared / "train/code/shard-00000.bin").write_bytes(b"xx")
-    with pytest.raises(ValueError, match=r"code/shard-00000.bin: truncated"):
+
+
+FAULTS = {
+    "missing": os.unlink,
+    "empty": lambda file: os.truncate(file, 0),
+    "truncated": lambda file: os.truncate(file, file.stat().st_size - 1),
+    "too long": lambda file: os.truncate(file, file.stat().st_size + 8),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"sample_tokens": 0, "histogram": False}], ids=["whole", "short"])
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+@pytest.mark.parametrize(("kind", "damage"), FAULTS.items(), ids=FAULTS)
+def test_info_names_a_shard_of_the_wrong_size_before_it_shows_anything(
+    prepared: Path, kind: str, damage: Callable, suffix: str, options: dict, capsys: pytest.CaptureFixture
+) -> None:
+    capsys.readouterr()  # what prepare said
+    damage(prepared / f"train/code/shard-00000{suffix}")  # the sample is of the other set
+    with pytest.raises((FileNotFoundError, ValueError), match=rf"train/code/shard-00000{suffix}: {kind}"):
+        data_info(str(prepared), **options)
+    assert capsys.readouterr().out == ""
+
+
+def test_info_reads_the_content_where_asked(prepared: Path) -> None:
+    file = prepared / "train/code/shard-00000.bin"
+    file.write_bytes(bytes(file.stat().st_size))
+    data_info(str(prepared))
+    with pytest.raises(ValueError, match=r"code/shard-00000.bin: damaged"):
         data_info(str(prepared), verify=True)

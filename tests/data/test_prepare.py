@@ -354,6 +354,20 @@ def test_verify_alone_reads_the_shards_again(tmp_path: Path, write_jsonl: Callab
         prepare(str(out), verify=True)
 
 
+def test_complete_output_with_a_truncated_shard_is_not_taken_for_prepared(
+    tmp_path: Path, write_jsonl: Callable, model_file: Path, capsys: pytest.CaptureFixture
+) -> None:
+    write_jsonl("a.jsonl", ["text", "more"])
+    shard = run(tmp_path, tokenizer=str(model_file), split="val=0") / "train/wiki-en/shard-00000.bin"
+    capsys.readouterr()
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"shard-00000.bin: truncated.*or remove the directory and prepare"):
+        run(tmp_path, tokenizer=str(model_file), split="val=0")
+    assert capsys.readouterr().out == ""
+    shutil.rmtree(tmp_path / "out")
+    run(tmp_path, tokenizer=str(model_file), split="val=0", verify=True)
+
+
 def test_too_many_sets_are_refused(tmp_path: Path, write_jsonl: Callable, model_file: Path) -> None:
     write_jsonl("a.jsonl", [(f"set {i}", "text") for i in range(300)])
     with pytest.raises(ValueError, match=r"more than 256 different meta.pile_set_name, the last is 'set 256'"):
