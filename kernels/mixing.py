@@ -11,6 +11,11 @@ times a scale per token and stream that keeps it in range of fp16.
 import triton
 import triton.language as tl
 
+from kernels.narrow import power_of_two
+from kernels.tiles import multiply, multiply_add
+
+HEADROOM = tl.constexpr(0.25)  # of stored streams, so that the squares of four values of a token stay in range of fp16
+
 
 @triton.jit
 def gates_of(z, M: tl.constexpr, SOFTMAX: tl.constexpr):
@@ -180,3 +185,119 @@ def mix_kernel(
         store_mixed(rows[c], gates, p_out, first, c * TILE + tl.arange(0, TILE), n_tokens, M, D, TOKENS)
     if TAIL > 0:
         store_mixed(tail, gates, p_out, first, o_tail, n_tokens, M, D, TOKENS)
+
+
+@triton.jit
+def narrow_weight_kernel(p_weight, p_narrow, p_unit, ROWS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+    """W [ROWS, D] in fp16, a row per program, and the power of two that all of it was divided by."""
+    b_peak = tl.full([BLOCK], 1e-30, tl.float32)
+    for first in range(0, ROWS * D, BLOCK):
+        o = first + tl.arange(0, BLOCK)
+        b_peak = tl.maximum(b_peak, tl.abs(tl.load(p_weight + o, mask=o < ROWS * D, other=0.0)))
+    unit = power_of_two(tl.max(b_peak, 0))
+    if tl.program_id(0) == 0:
+        tl.store(p_unit, unit)
+    for first in range(0, D, BLOCK):
+        o = first + tl.arange(0, BLOCK)
+        at = tl.program_id(0) * D + o
+        b_w = tl.load(p_weight + at, mask=o < D, other=0.0) / unit
+        tl.store(p_narrow + at, b_w.to(tl.float16), mask=o < D)
+
+
+@triton.jit
+def narrow_streams(p_token, ratios, o_d, M: tl.constexpr, D: tl.constexpr):
+    """M row tiles of a token at the channels o_d, in units that all streams share."""
+    rows = ()
+    for j in tl.static_range(M):
+        # this is their last use: W is what L1 should keep
+        b_r = tl.load(p_token + j * D + o_d, mask=o_d < D, other=0.0, eviction_policy="evict_first")
+        rows = rows + (multiply(ratios[j], b_r),)
+    return rows
+
+
+@triton.jit
+def added_narrow_sums(parts, rows, p_weight, o_d, M: tl.constexpr, D: tl.constexpr):
+    """`parts` plus what the channels o_d add to the squares and the M sums S_k: products of up to four streams are added
+    in fp16, two channels an instruction, before fp32 takes over."""
+    out = ()
+    for k in tl.static_range(M + 1):
+        b_total = parts[k]
+        for first in tl.static_range(0, M, 4):
+            for j in tl.static_range(first, min(first + 4, M)):
+                b_other = rows[j]
+                if k > 0:
+                    p_row = p_weight + ((k - 1) * M + j) * D
+                    b_other = tl.load(p_row + o_d, mask=o_d < D, other=0.0, eviction_policy="evict_last")
+                if j == first:
+                    b_sum = multiply(b_other, rows[j])
+                else:
+                    b_sum = multiply_add(b_other, rows[j], b_sum)
+            b_total += b_sum.to(tl.float32)
+        out = out + (b_total,)
+    return out
+
+
+@triton.jit
+def store_narrow_mix(rows, gates, unit, p_row, o_d, M: tl.constexpr, D: tl.constexpr):
+    """Writes the channels o_d of a token's h."""
+    b_h = multiply(gates[0].to(tl.float16), rows[0])
+    for j in tl.static_range(1, M):
+        b_h = multiply_add(gates[j].to(tl.float16), rows[j], b_h)
+    tl.store(p_row + o_d, (b_h.to(tl.float32) * unit).to(p_row.dtype.element_ty), mask=o_d < D)
+
+
+@triton.jit
+def narrow_mix_kernel(
+    p_r, p_r_scale, p_weight, p_weight_unit, p_scale, p_bias, p_out, p_statistics, eps,
+    M: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, TAIL: tl.constexpr, LANES: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+):  # fmt: skip
+    """`mix_kernel` for streams and W in fp16, a token per program.
+
+    The streams are brought to one unit, which leaves each its 11 bits unless it is 2^-14 of the largest; S_k is good
+    to 4e-4, as r is.
+    """
+    N_TILES: tl.constexpr = D // TILE
+    token = tl.program_id(0).to(tl.int64)
+    units = ()
+    unit = 0.0
+    for j in tl.static_range(M):
+        units = units + (1.0 / tl.load(p_r_scale + token * M + j),)
+        unit = tl.maximum(unit, units[j])
+    ratios = ()
+    for j in tl.static_range(M):
+        ratios = ratios + ((units[j] / unit * HEADROOM).to(tl.float16),)
+    unit /= HEADROOM
+    tiles = ()
+    for c in tl.static_range(N_TILES):
+        tiles = tiles + (narrow_streams(p_r + token * M * D, ratios, c * TILE + tl.arange(0, TILE), M, D),)
+    if TAIL > 0:
+        o_tail = N_TILES * TILE + tl.arange(0, TAIL)
+        tail = narrow_streams(p_r + token * M * D, ratios, o_tail, M, D)
+    parts = no_sums(M + 1, TILE)
+    for c in tl.static_range(N_TILES):
+        parts = added_narrow_sums(parts, tiles[c], p_weight, c * TILE + tl.arange(0, TILE), M, D)
+    parts = folded(parts, M + 1, TILE, LANES)
+    if TAIL > 0:
+        of_tail = added_narrow_sums(no_sums(M + 1, TAIL), tail, p_weight, o_tail, M, D)
+        of_tail = folded(of_tail, M + 1, TAIL, LANES)
+        together = ()
+        for i in tl.static_range(M + 1):
+            together = together + (parts[i] + of_tail[i],)
+        parts = together
+    sums = totals(parts, M + 1)
+    rstd = tl.rsqrt(sums[0] * unit * unit / (M * D) + eps)
+    p_token = p_statistics + token * (M + 1)
+    tl.store(p_token, rstd)
+    scale = tl.load(p_scale)
+    sum_unit = unit * tl.load(p_weight_unit)
+    z = ()
+    for k in tl.static_range(M):
+        b_sum = sums[k + 1] * sum_unit
+        tl.store(p_token + k + 1, b_sum)
+        z = z + (scale * rstd * b_sum + tl.load(p_bias + k),)
+    gates = gates_of(z, M, SOFTMAX)
+    for c in tl.static_range(N_TILES):
+        store_narrow_mix(tiles[c], gates, unit, p_out + token * D, c * TILE + tl.arange(0, TILE), M, D)
+    if TAIL > 0:
+        store_narrow_mix(tail, gates, unit, p_out + token * D, o_tail, M, D)

@@ -15,6 +15,7 @@ from kernels.tiles import processors
 
 MIX_TOKENS = 1  # that a program of the mix holds
 MIX_VALUES = 44  # at most, of those tokens, that a thread of it holds
+NARROW_MIX_VALUES = 88  # likewise where they are fp16
 MIX_CHANNELS = 4  # of a row tile that a thread of it holds
 GROUPS_AT_ONCE = 1024  # peaks of the factors' programs, of which a program of the gradients takes the largest
 
@@ -52,9 +53,9 @@ def gradient_tile(m: int, scratch: torch.dtype) -> Tile:
     return Tile(32, 64, num_warps=4, stages=3, resident=3) if m <= 4 else Tile(32, 64, num_warps=8, stages=2)
 
 
-def row_tiles(m: int, D: int, tokens: int = 1) -> dict[str, int]:
-    """How the programs of the mix lay their tokens' channels over threads."""
-    num_warps = min(16, max(1, triton.next_power_of_2(triton.cdiv(tokens * m * D, 32 * MIX_VALUES))))
+def row_tiles(m: int, D: int, tokens: int = 1, values: int = MIX_VALUES) -> dict[str, int]:
+    """How the programs of the mix lay their tokens' channels over threads, of which each holds up to so many values."""
+    num_warps = min(16, max(1, triton.next_power_of_2(triton.cdiv(tokens * m * D, 32 * values))))
     tile = min(32 * MIX_CHANNELS * num_warps, 1 << (D.bit_length() - 1))
     lanes = min(32 * num_warps, tile)
     tail = max(lanes, triton.next_power_of_2(D % tile)) if D % tile else 0
@@ -69,6 +70,14 @@ def mix(
     out = retrieved.new_empty(P, D, dtype=dtype)
     weight, scale, bias = mixer or (scale_of_r,) * 3
     statistics = None if mixer is None else scale_of_r.new_empty(P, m + 1)
+    if retrieved.dtype == torch.float16 and mixer is not None:
+        narrow_weight, unit = weight.new_empty(m * m, D, dtype=torch.float16), weight.new_empty(1)
+        mixing.narrow_weight_kernel[(m * m,)](weight, narrow_weight, unit, ROWS=m * m, D=D, BLOCK=8192, num_warps=16)
+        mixing.narrow_mix_kernel[(P,)](
+            retrieved, scale_of_r, narrow_weight, unit, scale, bias, out, statistics, spec.eps,
+            M=m, D=D, SOFTMAX=spec.gate == "softmax", **row_tiles(m, D, values=NARROW_MIX_VALUES),
+        )  # fmt: skip
+        return out, statistics
     mixing.mix_kernel[(triton.cdiv(P, MIX_TOKENS),)](
         retrieved, scale_of_r, weight, scale, bias, out, statistics, P, spec.eps,
         M=m, D=D, TOKENS=MIX_TOKENS, SOFTMAX=spec.gate == "softmax", MEAN=mixer is None,

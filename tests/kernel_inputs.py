@@ -17,6 +17,22 @@ def relative_error(x: Tensor, oracle: Tensor) -> float:
     return float((x.double() - oracle).norm() / (norm if norm > 0 else 1))
 
 
+def with_gates_joined(results: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Scale and bias of a gate's logits as one vector, of the one affine map that they are.
+
+    The gradient of a scale alone is one number, a sum over tokens and streams of either sign: its relative error says
+    how far they happen to cancel.
+    """
+    joined = {}
+    for name, x in results.items():
+        bias = name.replace("scale", "bias")
+        if name.startswith("scale") and bias in results:
+            joined[f"{name} and {bias}"] = torch.cat((x, results[bias]))
+        elif not (name.startswith("bias") and name.replace("bias", "scale") in results):
+            joined[name] = x
+    return joined
+
+
 class Comparison:
     """One function in float64, in the reference and in the kernels, with the gradients of every input."""
 
@@ -32,7 +48,9 @@ class Comparison:
 
     def check(self, reference, kernel) -> None:
         """Every result within the acceptance bound of its precision."""
-        oracle, plain, fused = self.run(reference, torch.float64), self.run(reference), self.run(kernel)
+        oracle, plain, fused = (
+            with_gates_joined(x) for x in (self.run(reference, torch.float64), self.run(reference), self.run(kernel))
+        )
         for name, expected in oracle.items():
             assert fused[name].isfinite().all(), name
             error, of_plain = relative_error(fused[name], expected), relative_error(plain[name], expected)
