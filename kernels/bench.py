@@ -100,19 +100,25 @@ def run_triton(op: str, x: Inputs) -> list[Tensor]:
         return run_op(op, msar_read, x)
     n = len(x.sources) - 1
     queries = [read[0] for read in x.reads]
+    n_scored = n if op == "msar_ahead" else n - 1  # the block scores its newest itself
+    scored = [
+        msar_ahead.score_source(source, taps, queries, kernel_sizes=KERNEL_SIZES)
+        for source, taps in zip(x.sources[:n_scored], x.taps[:n_scored], strict=True)
+    ]
+    scores, sources = [scores for scores, _ in scored], (*(source for _, source in scored), *x.sources[n_scored:n])
     if op == "msar_ahead":
-        scored, sources = msar_ahead.score_block(x.sources[:n], x.taps[:n], queries, kernel_sizes=KERNEL_SIZES)
-        sources, out = (*sources, x.sources[n]), []
+        partial, out = (x.sources[n],), []
         for r, read in enumerate(x.reads):
-            seen = n + (r > 0)
-            taps = [*x.taps[:n], x.taps[n + r - 1]][:seen]
+            seen = (*sources, *partial) if r else sources
+            taps = [*x.taps[:n], x.taps[n + r - 1]][: len(seen)]
             h, through = msar_read.msar_read_through(
-                sources[:seen], taps, *read, kernel_sizes=KERNEL_SIZES, scored=scored[r]
+                seen, taps, *read, kernel_sizes=KERNEL_SIZES, scores=scores, rows=[r] * n
             )
-            sources = (*through, *sources[seen:])
+            sources, partial, scores = through[:n], through[n : len(seen)] or partial, through[len(seen) :]
             out.append(h)
         return out
-    waiting, _ = msar_block.open_block(x.sources[:n], x.taps[:n], queries, kernel_sizes=KERNEL_SIZES)
+    reads = ([0] * (n - 1), queries, len(queries))
+    waiting, _, _ = msar_block.open_block(sources, x.taps[:n], scores, *reads, kernel_sizes=KERNEL_SIZES)
     partial, out = x.sources[n], []
     for r, read in enumerate(x.reads):
         given = (partial, x.taps[n + r - 1]) if r else (None, None)

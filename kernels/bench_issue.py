@@ -19,10 +19,10 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels import combining, mixing, mixing_backward, msar_mix, streams, streams_backward, walk
+from kernels import mixing, mixing_backward, msar_mix, streams, streams_backward, walk
 
 D, TOKENS = 2112, 8192
-READS, SOURCES = 8, 8
+SOURCES = 8
 ISSUED_PER_SECOND = 132 * 4 * 1.75e9 * 32  # by all lanes
 LOOP_MIN = 40  # instructions: shorter loops are set-up
 SHAPE = {"SIZES": (1, 4, 8, 12), "D": D, "PACKED": False, "DTYPE": tl.bfloat16, "BLOCK_D": 64, "p_position": None}
@@ -32,6 +32,7 @@ WALK = SHAPE | NARROW | {"READS": 1, "DR_DTYPE": tl.float16, "UNROLL": 4, "ADD":
 MIX = {"M": 4, "D": D}
 MIX_ROWS = {"TOKENS": msar_mix.MIX_TOKENS, "SOFTMAX": False, "MEAN": False}
 MIX_ROWS |= msar_mix.row_tiles(4, D, msar_mix.MIX_TOKENS)
+NARROW_MIX = {name: x for name, x in MIX_ROWS.items() if name not in ("TOKENS", "MEAN", "num_warps")}
 MIX_FACTORS = {"SOFTMAX": False} | msar_mix.factors_tile(4).options()
 MIX_GRADIENT = {"WIDTH": msar_mix.product_width(4, 2), "PARTS": 2, "DOT": "half"}
 MIX_GRADIENT |= {"GROUP": MIX_FACTORS["BLOCK_T"], "N_GROUPS": msar_mix.GROUPS_AT_ONCE}
@@ -40,22 +41,20 @@ MIX_WARPS = [tile.pop("num_warps") for tile in (MIX_ROWS, MIX_FACTORS, MIX_GRADI
 NO_QUERY = {"QUERY": False, "p_slope": None, "p_query": None, "p_dquery": None}
 NO_MEANS = {"MEANS": False, "p_r": None, "p_means": None}
 NO_BASE = {"BASE": False, "p_base": None, "p_base_weight": None}
-COMBINED = {"READS": READS, "WEIGHTED": True, "M": 4, "D": D, "BLOCK_T": 8, "BLOCK_N": 16, "BLOCK_K": 16, "BLOCK_D": 64}
-DQUERIES = SHAPE | {"READS": READS, "BLOCK_T": 32, "PRECISION": "tf32"}
 TYPES = {
     "p_out": "*fp16",
     "p_dh": "*bf16",
     "p_r": "*fp16",
     "p_dr": "*fp16",
-    "p_du": "*fp16",
     "p_parts": "*bf16",
+    "p_more": "*fp16",
     "p_table": "*i64",
     "p_out_table": "*i64",
     "p_dr_table": "*i64",
-    "p_row_table": "*i64",
     "eps": "fp32",
 }
 NARROW_TYPES = TYPES | dict.fromkeys(("p_weights", "p_slope", "p_bend"), "*fp16")  # where fp16 computes
+MIX_TYPES = TYPES | {"p_weight": "*fp16"}
 COUNTS = ("T", "N", "P", "n_tiles", "n_segments", "SEGMENT", "count", "tokens")
 
 
@@ -71,10 +70,21 @@ class Case(NamedTuple):
     registers: int | None = None  # at most, as `msar_steps.Sources.constants` says
 
 
-ONE = {"PER_SOURCE": False, "BEND": True, "QUERY": True}
+NO_MORE = {"MORE": False, "p_more": None, "p_more_unit": None}
+WHOLE = {"BEND": True, "QUERY": True} | NO_MORE
+WEIGHTS_ONLY = NO_QUERY | NO_MORE | {"BEND": False, "p_bend": None}
+NORM_ONLY = NO_QUERY | {"READS": 0, "BEND": True, "MORE": True, "p_dr_table": None, "p_weights": None}
 CASES = (
-    Case("score, one read", streams.score_kernel, TILE | {"STEPS": 4, "READS": 1}, 4, 8, 1, 128),
-    Case("score, 4 reads", streams.score_kernel, TILE | {"STEPS": 4, "READS": 4}, 4, 8, SOURCES, 168),
+    Case("score", streams.score_kernel, TILE | {"STEPS": 4, "QUERY": True}, 4, 8, 1, 168),
+    Case(
+        "norms",
+        streams.score_kernel,
+        TILE | {"STEPS": 4, "QUERY": False, "p_query": None, "p_logits": None},
+        4,
+        8,
+        1,
+        168,
+    ),
     Case(
         "retrieve",
         streams.retrieve_kernel,
@@ -94,6 +104,7 @@ CASES = (
         128,
     ),
     Case("mix", mixing.mix_kernel, MIX | MIX_ROWS, MIX_WARPS[0], 8.25, 1),
+    Case("mix in fp16", mixing.narrow_mix_kernel, MIX | NARROW_MIX, MIX_WARPS[0], 8.25, 1),
     Case("mix backward, factors", mixing_backward.factors_kernel, MIX | MIX_FACTORS, MIX_WARPS[1], 8, 1),
     Case("mix backward, gradients", mixing_backward.gradient_kernel, MIX | MIX_GRADIENT, MIX_WARPS[2], 16, 1),
     Case(
@@ -114,28 +125,11 @@ CASES = (
         SOURCES,
         168,
     ),
-    Case("queries' gradients, 8 reads", combining.dqueries_kernel, DQUERIES, 4, 16, SOURCES),
-    Case("combine, 8 reads", combining.combine_kernel, COMBINED | {"DTYPE": tl.float16}, 4, 8, SOURCES),
-    Case("walk, scored in the read", walk.gradient_kernel, WALK | ONE, 1, 8, 1, 168),
-    Case("walk, 2 reads", walk.gradient_kernel, WALK | ONE | {"READS": 2}, 1, 8, SOURCES, 168),
-    Case("walk, 4 reads", walk.gradient_kernel, WALK | ONE | {"READS": 4}, 1, 8, SOURCES, 168),
-    Case(
-        "walk, after combine",
-        walk.gradient_kernel,
-        WALK | NO_QUERY | {"PER_SOURCE": True, "BEND": True},
-        1,
-        8,
-        SOURCES,
-        168,
-    ),
-    Case(
-        "walk, scored ahead",
-        walk.gradient_kernel,
-        WALK | NO_QUERY | {"PER_SOURCE": False, "BEND": False, "p_bend": None},
-        1,
-        8,
-        SOURCES,
-        168,
+    Case("walk, scored in the read", walk.gradient_kernel, WALK | WHOLE, 1, 8, 1, 168),
+    Case("walk, norms of a source", walk.gradient_kernel, WALK | NORM_ONLY, 1, 8, 1, 168),
+    *(
+        Case(f"walk, {n} of a block", walk.gradient_kernel, WALK | WEIGHTS_ONLY | {"READS": n}, 1, 8, SOURCES, 168)
+        for n in (1, 2, 3, 4)
     ),
 )
 
@@ -148,6 +142,7 @@ def compiled(case: Case):
             signature[name], fixed[(place,)] = "constexpr", case.constants[name]
             continue
         types = NARROW_TYPES if case.constants.get("COMPUTE") == tl.float16 else TYPES
+        types = MIX_TYPES if case.kernel is mixing.narrow_mix_kernel else types
         signature[name] = types.get(name, "i32" if name in COUNTS else "*fp32")
         if name.startswith("p_") or name in ("T", "P"):
             hints[(place,)] = [["tt.divisibility", 16]]

@@ -55,7 +55,7 @@ def merge_kernel(p_logit, p_rstd, p_lse, p_scale, p_weight, p_base_weight, p_mer
 @triton.jit(do_not_specialize=["N"])
 def slopes_kernel(
     p_dweights, p_unit, p_mean, p_weights, p_logits, p_rstd, p_scaled_weights, p_slope, p_bend, N, count, constant, D,
-    READS: tl.constexpr, UNITS: tl.constexpr, MEANS: tl.constexpr, BLOCK: tl.constexpr,
+    READS: tl.constexpr, UNITS: tl.constexpr, MEANS: tl.constexpr, BEND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Backward of softmax and key norm.
 
@@ -66,7 +66,8 @@ def slopes_kernel(
         p_dweights, p_weights, p_logits: [R, N, count]; p_rstd: [N, count].
         p_unit: [R, count], what a stored value of dr counts; without UNITS it is `constant`.
         p_mean: [R, count], given with MEANS for reads that have other sources too; where it is NaN it is summed here.
-        p_scaled_weights: unit_r a_rn, and p_slope: [R, N, count], p_bend: [N, count], written.
+        p_scaled_weights: unit_r a_rn, and p_slope: [R, N, count], p_bend: [N, count], written; the last, for which
+            logits are given, with BEND only.
     """
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = o < count
@@ -99,5 +100,7 @@ def slopes_kernel(
             b_slope = tl.where(alone[r], 0.0, b_slope)
             tl.store(p_scaled_weights + at, b_a * units[r], mask=inside)
             tl.store(p_slope + at, b_slope, mask=inside)
-            b_bend += b_slope * tl.load(p_logits + at, mask=inside, other=0.0)
-        tl.store(p_bend + n * count + o, b_bend * b_rstd / D, mask=inside)
+            if BEND:
+                b_bend += b_slope * tl.load(p_logits + at, mask=inside, other=0.0)
+        if BEND:
+            tl.store(p_bend + n * count + o, b_bend * b_rstd / D, mask=inside)

@@ -13,8 +13,8 @@ class Buffers:
 
     A gradient that came straight from the read after this one is a buffer of ours that nobody else holds: it is updated
     in place. Any other gradient may be shared (autograd hands one tensor to both sides of an addition), so the sum is
-    written to a new tensor; the bytes moved are the same. The last source is the partial sum, whose gradient passes
-    through the write: it is never updated in place.
+    written to a new tensor; the bytes moved are the same. The last source may be the partial sum, whose gradient passes
+    through the write: it is never updated in place, unless `no_partial`.
 
     Attributes:
         add: whether `given` counts; False where no source has a gradient from a later read.
@@ -22,11 +22,11 @@ class Buffers:
         out: N tensors to write, some of them those of `given`.
     """
 
-    def __init__(self, sources: Sequence[Tensor], later: Sequence[Tensor | None]) -> None:
+    def __init__(self, sources: Sequence[Tensor], later: Sequence[Tensor | None], no_partial: bool = False) -> None:
         self.add = any(gradient is not None for gradient in later)
         given, out = [], []
         for n, (source, gradient) in enumerate(zip(sources, later, strict=True)):
-            owned = getattr(gradient, _OWNED, False) and n < len(sources) - 1
+            owned = getattr(gradient, _OWNED, False) and (no_partial or n < len(sources) - 1)
             if gradient is None:
                 gradient = torch.zeros_like(source) if self.add else source
             elif not (gradient.is_contiguous() and gradient.data_ptr() % 16 == 0):
@@ -35,3 +35,13 @@ class Buffers:
             out.append(gradient if owned else torch.empty_like(source))
             setattr(out[-1], _OWNED, True)
         self.given, self.out = tuple(given), tuple(out)
+
+
+def own_buffer(later: Tensor | None, like: Tensor, shape: Sequence[int]) -> Tensor:
+    """A tensor of what later reads left that may be written to: theirs where it is ours, zeros if they left nothing."""
+    if later is None:
+        out = like.new_zeros(shape)
+    else:
+        out = later if getattr(later, _OWNED, False) else later.clone()
+    setattr(out, _OWNED, True)
+    return out

@@ -1,7 +1,7 @@
-"""Scores of the sources that all reads of a block see, computed once when the block opens; for producers' convs.
+"""Scores of a source for all reads to come, computed once when it is complete; for producers' convs.
 
-A completed source is expanded once to score it for all reads of the block, and once more backward, instead of once per
-read. What travels to the reads is small: logits and rstd, 8 m values per source, token and read.
+A completed source is expanded once forward, for the norms of its streams, and once more backward; the logits of all later
+reads are matrix products. What travels to the reads is small: 4 m bytes per source, token and later read.
 """
 
 from collections.abc import Sequence
@@ -10,74 +10,67 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernels import MAX_READS
 from kernels.gradients import Buffers
-from kernels.msar_steps import Sources, Spec, score, scores_backward
+from kernels.msar_steps import Ahead, Sources, Spec, scores_ahead, scores_ahead_backward
 from kernels.tiles import aligned, check_sources, check_streams, float32
 
 
-class _ScoreBlock(torch.autograd.Function):
-    """Inputs are R queries, N sources and their N taps (or none)."""
+class _ScoreSource(torch.autograd.Function):
+    """Inputs are a source, its taps (or None) and R queries."""
 
     @staticmethod
-    def forward(ctx, spec, position, n_reads, n_sources, *tensors):
-        queries, given = tensors[:n_reads], tensors[n_reads : n_reads + n_sources]
-        taps = tensors[n_reads + n_sources :]
+    def forward(ctx, spec, position, source, taps, *queries):
         stacked = torch.stack([float32(query) for query in queries])
-        held = tuple(map(aligned, given))
-        taps_32 = tuple(map(float32, taps))
-        sources = Sources(held, taps_32, position)
-        B, T, _, N = sources.shape
-        logits, rstd = score(spec, sources, stacked)
-        ctx.save_for_backward(stacked, logits, rstd, position, *taps_32, *held)
-        ctx.spec, ctx.n_taps = spec, len(taps)
-        ctx.dtypes = [x.dtype for x in (*queries, *taps)]
+        held, taps_32 = aligned(source), float32(taps)
+        B, T, _ = source.shape
+        logits, rstd = scores_ahead(spec, held, taps_32, stacked, position)
+        ctx.save_for_backward(stacked, logits, rstd, position, taps_32, held)
+        ctx.spec = spec
+        ctx.dtypes = [None if x is None else x.dtype for x in (taps, *queries)]
         ctx.set_materialize_grads(False)
-        return *(torch.stack((of_read, rstd)).view(2, N, B, T, spec.m) for of_read in logits), *given
+        return torch.cat((logits, rstd[None])).view(-1, B, T, spec.m), source
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *gradients):
-        queries, logits, rstd, position, *rest = ctx.saved_tensors
-        R, N = logits.shape[:2]
-        taps, held, later = rest[:-N], rest[-N:], gradients[R:]
-        if all(gradient is None for gradient in gradients[:R]):
-            return None, None, None, None, *(None,) * R, *later, *(None,) * ctx.n_taps
-        sources = Sources(held, taps, position, Buffers(held, later))
-        dlogits = [torch.zeros_like(logits[0]) if g is None else g[0].reshape_as(logits[0]) for g in gradients[:R]]
-        dqueries, dtaps = scores_backward(ctx.spec, sources, queries, logits, rstd, torch.stack(dlogits))
-        dparameters = [*dqueries.unbind(), *(dtaps.unbind() if ctx.n_taps else ())]
-        dparameters = [g.to(dtype) for g, dtype in zip(dparameters, ctx.dtypes, strict=True)]
-        return None, None, None, None, *dparameters[:R], *sources.buffers.out, *dparameters[R:]
+    def backward(ctx, dscores, later):
+        queries, logits, rstd, position, taps, held = ctx.saved_tensors
+        if dscores is None:
+            return None, None, later, *(None,) * len(ctx.dtypes)
+        given = () if taps is None else (taps,)
+        sources = Sources([held], given, position, Buffers([held], [later], no_partial=True))
+        dlogits = dscores[:-1].view_as(logits)
+        dqueries, dtaps = scores_ahead_backward(ctx.spec, sources, Ahead(taps, queries, logits, rstd), dlogits)
+        dparameters = [None if taps is None else dtaps, *dqueries.unbind()]
+        dparameters = [None if g is None else g.to(dtype) for g, dtype in zip(dparameters, ctx.dtypes, strict=True)]
+        return None, None, sources.buffers.out[0], *dparameters
 
 
 @torch.compiler.disable
-def score_block(
-    sources: Sequence[Tensor],
-    taps: Sequence[Tensor | None],
+def score_source(
+    source: Tensor,
+    taps: Tensor | None,
     queries: Sequence[Tensor],
     *,
     kernel_sizes: Sequence[int],
     eps: float = 1e-5,
     position: Tensor | None = None,
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Score N sources for R reads that see them.
+) -> tuple[Tensor, Tensor]:
+    """Score a source for R reads that see it.
 
     Args:
-        sources, taps, kernel_sizes, eps, position: see `msar_read.msar_read_through`; one group of taps per source.
+        source: [B, T, D], bf16, fp16 or fp32, D a multiple of 8.
+        taps: [K, D], the group of its producer; None where K is 0.
         queries: R tensors [m, D], one per read.
+        kernel_sizes, eps, position: see `reference.msar_read`.
     Returns:
-        R tensors [2, N, B, T, m], logits and rstd, for `msar_read_through(scored=)`; and the N sources.
+        [R + 1, B, T, m] in fp32, the reads' logits and rstd, for `msar_read_through(scores=)`; and the source, which the
+        reads take from here.
     Raises:
         ValueError: inputs beyond a limit of the kernels, by name.
     """
-    check_sources(sources)
+    check_sources([source])
     check_streams(kernel_sizes)
-    if not 1 <= len(queries) <= MAX_READS:
-        raise ValueError(f"scores ahead are for 1 to {MAX_READS} reads, got {len(queries)}; score in each read")
     spec = Spec(tuple(kernel_sizes), "sigmoid", eps)
-    taps = taps if spec.K else ()
     if position is not None:
         position = position.to(torch.int32).contiguous()
-    out = _ScoreBlock.apply(spec, position, len(queries), len(sources), *queries, *sources, *taps)
-    return out[: len(queries)], out[len(queries) :]
+    return _ScoreSource.apply(spec, position, source, taps if spec.K else None, *queries)

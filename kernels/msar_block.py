@@ -1,13 +1,14 @@
 """The MSAR reads of a block on the GPU, in two phases; for convs that belong to the sources' producers.
 
-When a block opens, all its reads see the same completed sources through the same convs, so one expansion serves them
-all (`open_block`). Each read then adds the one source that is new to it, the running partial sum, and mixes
+When a block opens, all its reads see the same completed sources through the same convs, so one expansion serves them all
+(`open_block`), which also scores the newest of them for these and all later reads, once and for all. Each read then adds the one source that is new to it, the running partial sum, and mixes
 (`read_block`):
 
     a_p = sigmoid(e_p - lse)            r = (1 - a_p) r_completed + a_p u_p
 
 Backward likewise: the reads leave the gradients of their retrieved streams, and when the last one (the block's first)
-is done, one walk per completed source turns them into the gradients of sources, taps and queries. Between the phases
+is done, one walk per completed source turns them into the gradients of sources and taps; that of the newest ends what all
+reads made of its norms, too. Between the phases
 r_completed [B, T, m, D] of every read and its statistics [2, B, T, m] wait; for the backward pass a read keeps its r.
 
 The two functions agree on what travels between them as gradients: in the place of r_completed's gradient its values in
@@ -25,11 +26,16 @@ from kernels import MAX_READS, depth_softmax
 from kernels.gradients import Buffers
 from kernels.msar_mix import Mixer, mix, mix_backward
 from kernels.msar_steps import (
+    Ahead,
     Scores,
     Sources,
     Spec,
+    block_backward,
     retrieve,
     score,
+    scores_ahead,
+    scores_gradient,
+    scores_of,
     scratch_dtype,
     softmax_over_sources,
     sources_backward,
@@ -40,38 +46,41 @@ from kernels.tiles import aligned, check_sources, check_streams, float32, table
 
 
 class _OpenBlock(torch.autograd.Function):
-    """Phase 1; inputs are R queries, N sources and their N taps (or none)."""
+    """Phase 1 of R reads; inputs are N sources, the scores of all but the last, N taps (or none), and the queries of these
+    reads and all that follow."""
 
     @staticmethod
-    def forward(ctx, spec, position, n_reads, n_sources, *tensors):
-        queries, given = tensors[:n_reads], tensors[n_reads : n_reads + n_sources]
-        taps = tensors[n_reads + n_sources :]
-        stacked = torch.stack([float32(query) for query in queries])
+    def forward(ctx, spec, position, rows, n_reads, n_taps, *tensors):
+        N = len(rows) + 1
+        given, scores = tensors[:N], tensors[N : 2 * N - 1]
+        taps, queries = tensors[2 * N - 1 : 2 * N - 1 + n_taps], tensors[2 * N - 1 + n_taps :]
         held = tuple(map(aligned, given))
         taps_32 = tuple(map(float32, taps))
+        stacked = torch.stack([float32(query) for query in queries])
         sources = Sources(held, taps_32, position)
         B, T, D, _ = sources.shape
-        logits, rstd = score(spec, sources, stacked)
+        logits, rstd = scores_ahead(spec, held[-1], taps_32[-1] if taps else None, stacked, position)
+        of_last = torch.cat((logits, rstd[None])).view(-1, B, T, spec.m)
+        logits, rstd = scores_of((*scores, of_last), (*rows, 0), n_reads)
         weights, lse, scale = softmax_over_sources(logits, rstd)
         retrieved = retrieve(spec, sources, weights, rstd, scale)
-        ctx.save_for_backward(stacked, logits, weights, rstd, position, *taps_32, *held)
-        ctx.spec, ctx.n_taps = spec, len(taps)
-        ctx.dtypes = [x.dtype for x in (*queries, *taps)]
+        ctx.save_for_backward(weights, rstd, of_last, position, stacked, *taps_32, *held)
+        ctx.spec, ctx.rows, ctx.shapes = spec, rows, [x.shape for x in scores]
+        ctx.dtypes = [x.dtype for x in (*taps, *queries)]
         ctx.set_materialize_grads(False)
         out = []
         for r in range(n_reads):
             out += [retrieved[r].view(B, T, spec.m, D), torch.stack((lse[r], scale)).view(2, B, T, spec.m)]
-        return *out, *given
+        return *out, *given, *scores, of_last
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *gradients):
         spec = ctx.spec
-        queries, logits, weights, rstd, position, *rest = ctx.saved_tensors
-        R, N, P, m = logits.shape
+        weights, rstd, of_last, position, queries, *rest = ctx.saved_tensors
+        R, N, P, m = weights.shape
         taps, held = rest[:-N], rest[-N:]
-        later = gradients[2 * R :]
-        sources = Sources(held, taps, position, Buffers(held, later))
+        sources = Sources(held, taps, position, Buffers(held, gradients[2 * R : 2 * R + N], no_partial=True))
         drs, means, units = [], [], []
         for dr, statistics in zip(gradients[: 2 * R : 2], gradients[1 : 2 * R : 2], strict=True):
             if dr is None:  # a read that nothing used
@@ -80,11 +89,18 @@ class _OpenBlock(torch.autograd.Function):
             drs.append(dr.reshape(P, m, -1))
             means.append(statistics[0].reshape(P, m))
             units.append(statistics[1].reshape(P, m))
-        scores = Scores(queries, logits, weights, rstd)
-        dqueries, dtaps, _ = sources_backward(spec, sources, scores, drs, torch.stack(units), torch.stack(means))
-        dparameters = [*dqueries.unbind(), *(dtaps.unbind() if ctx.n_taps else ())]
+        *older, of_later = gradients[2 * R + N :]
+        if of_later is None:
+            of_later = torch.zeros_like(of_last)
+        ahead = Ahead(taps[-1] if taps else None, queries, of_last[:-1].flatten(1, 2), rstd[-1])
+        dlogits, dtaps, dqueries = block_backward(
+            spec, sources, weights, rstd, drs, torch.stack(units), torch.stack(means), ahead,
+            of_later[R:-1].flatten(1, 2),
+        )  # fmt: skip
+        dscores = scores_gradient(older, ctx.shapes, ctx.rows, dlogits)
+        dparameters = [*(dtaps.unbind() if taps else ()), *dqueries.unbind()]
         dparameters = [g.to(dtype) for g, dtype in zip(dparameters, ctx.dtypes, strict=True)]
-        return None, None, None, None, *dparameters[:R], *sources.buffers.out, *dparameters[R:]
+        return None, None, None, None, None, *sources.buffers.out, *dscores, *dparameters
 
 
 class _ReadBlock(torch.autograd.Function):
@@ -102,16 +118,16 @@ class _ReadBlock(torch.autograd.Function):
         of_partial: tuple = (None,) * 6
         kept_weight = None
         if partial is not None:
-            queries, held = float32(query)[None], aligned(partial)
+            query_32, held = float32(query), aligned(partial)
             taps_32 = float32(taps)
             sources = Sources([held], () if taps is None else (taps_32,), position)
-            logits, rstd = score(spec, sources, queries)
+            logits, rstd = score(spec, sources, query_32)
             a, base_weight, merged = torch.empty_like(rstd), torch.empty_like(lse), torch.empty_like(lse)
             depth_softmax.merge_kernel[(triton.cdiv(lse.numel(), depth_softmax.BLOCK),)](
                 logits, rstd, lse, scale_of_r, a, base_weight, merged, lse.numel(), BLOCK=depth_softmax.BLOCK
             )
             (r,) = retrieve(spec, sources, a[None], rstd, merged, (r, base_weight))
-            of_partial = (queries, held, taps_32, logits, rstd, a)
+            of_partial = (query_32, held, taps_32, logits, rstd, a)
             kept_weight, scale_of_r = base_weight * scale_of_r, merged
         h, of_gates = mix(spec, r, scale_of_r, mixer, source_dtype(retrieved.dtype))
         ctx.save_for_backward(r, scale_of_r, kept_weight, of_gates, position, *mixer, *of_partial)
@@ -132,14 +148,14 @@ class _ReadBlock(torch.autograd.Function):
         if kept_weight is None:  # phase 1 has all the sources of this read and sums the mean itself
             mean = torch.full_like(unit, float("nan"))
         else:
-            queries, held, taps, logits, rstd, a = of_partial
+            query, held, taps, logits, rstd, a = of_partial
             sources = Sources([held], () if taps is None else (taps,), position, Buffers([held], [later]))
             # the mean over all sources, most of which are phase 1's: sum_n a_nj dr_j . u_nj = dr_j . r_j
             dweights, products = weights_gradient(spec, sources, rstd, [dr], table([dr]), r)
             mean = products * unit / scale_of_r
-            scores = Scores(queries, logits, a[None], rstd)
-            dqueries, dtaps, _ = sources_backward(spec, sources, scores, [dr], unit[None], mean[None], dweights)
-            dpartial, dquery, dtaps = sources.buffers.out[0], dqueries[0], dtaps[0]
+            scores = Scores(a[None], rstd, 0, query, logits[None])
+            _, dtaps, dquery = sources_backward(spec, sources, scores, dr, unit[None], mean[None], dweights)
+            dpartial, dtaps = sources.buffers.out[0], dtaps[0]
             mean, unit = mean * kept_weight, unit * kept_weight
         dparameters = [dtaps if ctx.dtypes[0] is not None else None, dquery, *of_mix.mixer]
         dparameters = [None if g is None else g.to(dtype) for g, dtype in zip(dparameters, ctx.dtypes, strict=True)]
@@ -156,34 +172,41 @@ def source_dtype(scratch: torch.dtype) -> torch.dtype:
 def open_block(
     sources: Sequence[Tensor],
     taps: Sequence[Tensor | None],
+    scores: Sequence[Tensor],
+    rows: Sequence[int],
     queries: Sequence[Tensor],
+    n_reads: int,
     *,
     kernel_sizes: Sequence[int],
     eps: float = 1e-5,
     position: Tensor | None = None,
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Phase 1: what R reads retrieve from the sources they have in common.
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Phase 1: what R reads retrieve from the sources they have in common, of which the last is new to all reads.
 
     Args:
         sources: N tensors [B, T, D], bf16 or fp32, D a multiple of 8.
         taps: N tensors [K, D], the group of each source's producer; None where K is 0.
-        queries: R tensors [m, D], one per read.
+        scores: N - 1 tensors [R_n + 1, B, T, m], of the older sources.
+        rows: N - 1 numbers, where the scores of the first of these reads are among them.
+        queries: [m, D] of these reads and all that follow.
+        n_reads: R, one read after the other.
         kernel_sizes, eps, position: see `reference.msar_read`.
     Returns:
-        2 R tensors for `read_block`, streams and statistics of each read in turn; and the N sources.
+        2 R tensors for `read_block`, streams and statistics of each read in turn; the N sources; and the scores of all.
     """
     check_sources(sources)
     check_streams(kernel_sizes)
     if sources[0].dtype == torch.float16:
         raise ValueError("kernels=triton with schedule=per_block takes bf16 or fp32 sources, got fp16; use per_read")
-    if not 1 <= len(queries) <= MAX_READS:
-        raise ValueError(f"schedule=per_block takes 1 to {MAX_READS} reads a block, got {len(queries)}; use per_read")
+    if not 1 <= n_reads <= MAX_READS:
+        raise ValueError(f"schedule=per_block takes 1 to {MAX_READS} reads a block, got {n_reads}; use per_read")
     spec = Spec(tuple(kernel_sizes), "sigmoid", eps)
     taps = taps if spec.K else ()
     if position is not None:
         position = position.to(torch.int32).contiguous()
-    out = _OpenBlock.apply(spec, position, len(queries), len(sources), *queries, *sources, *taps)
-    return out[: 2 * len(queries)], out[2 * len(queries) :]
+    tensors = (*sources, *scores, *taps, *queries)
+    out = _OpenBlock.apply(spec, position, tuple(rows), n_reads, len(taps), *tensors)
+    return out[: 2 * n_reads], out[2 * n_reads : -len(sources)], out[-len(sources) :]
 
 
 @torch.compiler.disable

@@ -1,6 +1,6 @@
 """The MSAR read on the GPU, one read at a time: score, softmax over depth, retrieve, mix; forward and backward.
 
-Sources that many reads see through the same convs can be scored for all of them beforehand (`msar_ahead`).
+Sources that later reads see through the same convs are scored for all of them when they are complete (`msar_ahead`).
 
 Forward, every source is expanded twice in registers, once to score it and once to sum it up with its weights; the m
 retrieved streams go through memory to the mix and are dropped. Kept for the backward pass: logits, rstd, weights and
@@ -22,6 +22,8 @@ from kernels.msar_steps import (
     Spec,
     retrieve,
     score,
+    scores_gradient,
+    scores_of,
     softmax_over_sources,
     sources_backward,
 )
@@ -30,41 +32,43 @@ from kernels.tiles import aligned, check_sources, check_streams, float32
 
 
 class _Read(torch.autograd.Function):
-    """One read; inputs are the parameters, N sources and their taps (one tensor if all sources share it, or none)."""
+    """One read; inputs are the parameters, N sources, the scores of the first of them (at `rows`), and their taps (one
+    tensor if all sources share it, or none)."""
 
     @staticmethod
-    def forward(ctx, spec, position, scored, query, mix_weight, mix_scale, mix_bias, n_sources, *tensors):
-        given, taps = tensors[:n_sources], tensors[n_sources:]
+    def forward(ctx, spec, position, rows, query, mix_weight, mix_scale, mix_bias, n_sources, *tensors):
+        n_ahead = len(rows)
+        given, scores = tensors[:n_sources], tensors[n_sources : n_sources + n_ahead]
+        taps = tensors[n_sources + n_ahead :]
         B, T, D = given[0].shape
-        queries = float32(query)[None]
         mixer = None if mix_weight is None else tuple(map(float32, (mix_weight, mix_scale, mix_bias)))
         held = tuple(map(aligned, given))
         taps_32 = tuple(map(float32, taps))
         sources = Sources(held, taps_32, position)
-        logits, rstd = all_scores(spec, sources, taps_32, queries, scored)
+        logits, rstd = all_scores(spec, sources, taps_32, float32(query), scores, rows)
         weights, _, scale = softmax_over_sources(logits, rstd)
         if spec.m == 1:
             out, statistics = retrieve(spec, sources, weights, rstd, None)[0], None
         else:
             retrieved = retrieve(spec, sources, weights, rstd, scale)[0]
             out, statistics = mix(spec, retrieved, scale, mixer, sources.dtype)
-        kept = (queries, logits, rstd, weights, scale, statistics, position)
+        kept = (float32(query), None if n_ahead == n_sources else logits, rstd, weights, scale, statistics, position)
         ctx.save_for_backward(*kept, *(mixer or (None,) * 3), *taps_32, *held)
         ctx.spec, ctx.n_sources, ctx.n_taps = spec, n_sources, len(taps)
-        ctx.n_ahead = 0 if scored is None else scored.shape[1]
+        ctx.rows, ctx.shapes = rows, [x.shape for x in scores]
         ctx.dtypes = [None if x is None else x.dtype for x in (query, mix_weight, mix_scale, mix_bias, *taps)]
         ctx.set_materialize_grads(False)
-        return out.view(B, T, D), *given
+        return out.view(B, T, D), *given, *scores
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dh, *later):
         spec, n = ctx.spec, ctx.n_sources
-        queries, logits, rstd, weights, scale, statistics, position, *rest = ctx.saved_tensors
+        query, logits, rstd, weights, scale, statistics, position, *rest = ctx.saved_tensors
         mixer, taps, held = rest[:3], rest[3:-n], rest[-n:]
         if dh is None:
             return (None,) * 8 + tuple(later) + (None,) * ctx.n_taps
-        sources = Sources(held, taps, position, Buffers(held, later))
+        sources = Sources(held, taps, position, Buffers(held, later[:n]))
         B, T, D, _ = sources.shape
         # the mean's gradient, dh / m for every stream, does not depend on what was retrieved
         dr, unit, dmixer = aligned(dh).view(B * T, D), 1 / spec.m, (None, None, None)
@@ -72,30 +76,27 @@ class _Read(torch.autograd.Function):
             retrieved = retrieve(spec, sources, weights, rstd, scale)[0]
             of_mix = mix_backward(spec, retrieved, scale, dr, mixer, statistics, in_place=True)
             dr, unit, dmixer = of_mix.dr, of_mix.unit[None], of_mix.mixer
-        scores = Scores(queries, logits, weights, rstd)
-        dqueries, dtaps, dlogits = sources_backward(spec, sources, scores, [dr], unit, n_ahead=ctx.n_ahead)
-        dscored = None
-        if ctx.n_ahead:
-            dscored = torch.stack((dlogits, torch.zeros_like(dlogits))).view(2, ctx.n_ahead, B, T, spec.m)
+        scores = Scores(weights, rstd, len(ctx.rows), query, logits)
+        dlogits, dtaps, dquery = sources_backward(spec, sources, scores, dr, unit)
+        dscores = scores_gradient(later[n:], ctx.shapes, ctx.rows, dlogits)
         dtaps = () if ctx.n_taps == 0 else (dtaps.sum(0),) if ctx.n_taps == 1 else dtaps.unbind()
-        dparameters = [dqueries[0], *dmixer, *dtaps]
+        dparameters = [dquery, *dmixer, *dtaps]
         dparameters = [None if g is None else g.to(dtype) for g, dtype in zip(dparameters, ctx.dtypes, strict=True)]
-        return None, None, dscored, *dparameters[:4], None, *sources.buffers.out, *dparameters[4:]
+        return None, None, None, *dparameters[:4], None, *sources.buffers.out, *dscores, *dparameters[4:]
 
 
 def all_scores(
-    spec: Spec, sources: Sources, taps: Sequence[Tensor], queries: Tensor, scored: Tensor | None
+    spec: Spec, sources: Sources, taps: Sequence[Tensor], query: Tensor, scores: Sequence[Tensor], rows: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Logits [1, N, P, m] and rstd [N, P, m], of the first sources from `scored` [2, n, B, T, m] where it is given."""
-    if scored is None:
-        return score(spec, sources, queries)
-    B, T, _, N = sources.shape
-    n = scored.shape[1]
-    logits, rstd = scored.view(2, n, B * T, spec.m).unbind()
-    if n < N:
-        rest = Sources(sources.tensors[n:], taps[n:] if len(taps) > 1 else taps, sources.position)
-        of_rest = score(spec, rest, queries)
-        logits, rstd = torch.cat((logits, of_rest[0][0])), torch.cat((rstd, of_rest[1]))
+    """Logits [1, N, P, m] and rstd [N, P, m], of the first sources from their scores."""
+    n, N = len(scores), len(sources.tensors)
+    if n == N:
+        return scores_of(scores, rows, 1)
+    rest = Sources(sources.tensors[n:], taps[n:] if len(taps) > 1 else taps, sources.position) if n else sources
+    logits, rstd = score(spec, rest, query)
+    if n:
+        ahead = scores_of(scores, rows, 1)
+        logits, rstd = torch.cat((ahead[0][0], logits)), torch.cat((ahead[1], rstd))
     return logits[None], rstd
 
 
@@ -112,9 +113,10 @@ def msar_read_through(
     gate: Gate = "sigmoid",
     eps: float = 1e-5,
     position: Tensor | None = None,
-    scored: Tensor | None = None,
+    scores: Sequence[Tensor] = (),
+    rows: Sequence[int] = (),
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """`reference.msar_read`, and the sources to hand to the next read.
+    """`reference.msar_read`, and the sources and scores to hand to the next read.
 
     A read that takes the sources of the read before it adds its part of their gradients to what the later reads left,
     in the same pass over memory; autograd adds nothing.
@@ -124,9 +126,9 @@ def msar_read_through(
         taps: N tensors [K, D], the same one N times if the reader owns the convs; None where K is 0.
         query, mix_weight, mix_scale, mix_bias, kernel_sizes, gate, eps, position: see `reference.msar_read`; up to 8
             streams of up to 32 taps.
-        scored: [2, n, B, T, m], what `score_block` returned for this read's first n sources.
+        scores: of the first sources, what `msar_ahead.score_source` returned, and for each the row of this read.
     Returns:
-        [B, T, D] in the sources' dtype, and the N sources.
+        [B, T, D] in the sources' dtype, and the N sources and their scores.
     Raises:
         ValueError: inputs beyond a limit of the kernels, by name.
     """
@@ -140,7 +142,7 @@ def msar_read_through(
     if position is not None:
         position = position.to(torch.int32).contiguous()
     out, *through = _Read.apply(
-        spec, position, scored, query, mix_weight, mix_scale, mix_bias, len(sources), *sources, *taps
+        spec, position, tuple(rows), query, mix_weight, mix_scale, mix_bias, len(sources), *sources, *scores, *taps
     )
     return out, tuple(through)
 

@@ -13,16 +13,15 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels import combining, depth_softmax, narrow, streams, streams_backward, walk
-from kernels.gradients import Buffers
+from kernels import depth_softmax, dots, narrow, streams, streams_backward, walk
+from kernels.gradients import Buffers, own_buffer
 from kernels.reference import Gate, n_taps
 from kernels.tiles import TRITON_DTYPES, processors, table
 
 SEGMENT = 256  # tokens per program of a backward walk, about: one partial row set of the taps' gradient each
 WALKS = {torch.float16: 12, torch.float32: 8}  # programs of a walk that an SM holds at once, by the computing dtype
-PRODUCT_SEGMENT = 1024  # rows per program where their sums gather in tensor cores
-COMBINE_TOKENS = 8
 READS_AT_ONCE = 4  # reads that share one expansion of a source in a launch
+READS_OF_A_WALK = 3  # likewise in a walk; a fourth would spill registers
 WARPS = 4  # tiles of tokens side by side that share the taps they fetch
 
 
@@ -149,28 +148,78 @@ def by_token(x: Tensor) -> Tensor:
     return x.permute(1, 2, 3, 0).contiguous()
 
 
-def reads_at_once(n_reads: int) -> list[slice]:
-    """R reads in groups of at most READS_AT_ONCE that differ by one at most: each is a launch."""
-    n_groups = triton.cdiv(n_reads, READS_AT_ONCE)
+def reads_at_once(n_reads: int, most: int = READS_AT_ONCE) -> list[slice]:
+    """R reads in groups of at most so many that differ by one at most: each is a launch."""
+    n_groups = triton.cdiv(n_reads, most)
     bounds = [n_reads * group // n_groups for group in range(n_groups + 1)]
     return [slice(first, end) for first, end in itertools.pairwise(bounds)]
 
 
-def score(spec: Spec, sources: Sources, queries: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits [R, N, P, m] and rstd [N, P, m] of every source for queries [R, m, D]."""
+def score(spec: Spec, sources: Sources, query: Tensor | None) -> tuple[Tensor | None, Tensor]:
+    """Logits [N, P, m] of every source for a query [m, D], None without one, and rstd [N, P, m]."""
     B, T, _, N = sources.shape
-    R = len(queries)
-    logits, rstd = queries.new_empty(R, N, B * T, spec.m), queries.new_empty(N, B * T, spec.m)
+    rstd = sources.table.new_empty(N, B * T, spec.m, dtype=torch.float32)
+    logits = None if query is None else torch.empty_like(rstd)
     steps = tokens_of_a_warp(spec.m, 16, most=16)
     n_tiles = triton.cdiv(T, WARPS * steps)
-    for group in reads_at_once(R):
-        n_reads = group.stop - group.start
-        streams.score_kernel[(B * n_tiles, N)](
-            sources.table, queries[group], sources.position, logits[group], rstd, T, N, B * T, n_tiles, spec.eps,
-            READS=n_reads, BLOCK_D=spec.block_d, **tiles(T, steps),
-            **sources.constants(spec, warps_per_sm=16 if n_reads < READS_AT_ONCE else 12),
-        )  # fmt: skip
+    streams.score_kernel[(B * n_tiles, N)](
+        sources.table, query, sources.position, logits, rstd, T, N, B * T, n_tiles, spec.eps,
+        QUERY=query is not None, BLOCK_D=spec.block_d, **tiles(T, steps), **sources.constants(spec, warps_per_sm=12),
+    )  # fmt: skip
     return logits, rstd
+
+
+def scores_ahead(
+    spec: Spec, source: Tensor, taps: Tensor | None, queries: Tensor, position: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Logits [R, P, m] of one source for queries [R, m, D], and its rstd [P, m]."""
+    _, rstd = score(spec, Sources([source], () if taps is None else (taps,), position), None)
+    return dots.logits(source, taps, queries, rstd[0], spec.kernel_sizes, position), rstd[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Ahead:
+    """A source's scores for all reads to come, to differentiate.
+
+    Attributes:
+        taps: [K, D] or None; queries: [R, m, D].
+        logits: [R, P, m]; rstd: [P, m].
+    """
+
+    taps: Tensor | None
+    queries: Tensor
+    logits: Tensor
+    rstd: Tensor
+
+    def backward(self, spec: Spec, source: Tensor, position: Tensor | None, dlogits: Tensor) -> dots.Gradients:
+        """For dlogits [R, P, m]; what it gives for streams and source is left to a walk."""
+        scores = (self.logits.contiguous(), self.rstd)
+        return dots.backward(source, self.taps, self.queries, scores, dlogits.contiguous(), spec.kernel_sizes, position)
+
+
+def scores_ahead_backward(spec: Spec, sources: Sources, ahead: Ahead, dlogits: Tensor) -> tuple[Tensor, Tensor]:
+    """For dlogits [R, P, m] the gradients of queries and taps [K, D]; the one source's goes to its buffer."""
+    dots_ = ahead.backward(spec, sources.tensors[0], sources.position, dlogits)
+    of_scores, rstd = (None, dots_.bend[None], None), ahead.rstd[None]
+    _, of_norm = walk_sources(spec, sources, slice(0, 1), None, None, of_scores, rstd=rstd, more=dots_.source)
+    return dots_.queries, dots_.taps + of_norm[0]
+
+
+def scores_of(scores: Sequence[Tensor], rows: Sequence[int], n_reads: int) -> tuple[Tensor, Tensor]:
+    """Logits [R, N, P, m] of R reads that begin at `rows`, and rstd [N, P, m], of scores [R_n + 1, B, T, m]."""
+    logits = [x[row : row + n_reads] for x, row in zip(scores, rows, strict=True)]
+    return torch.stack(logits, 1).flatten(2, 3), torch.stack([x[-1] for x in scores]).flatten(1, 2)
+
+
+def scores_gradient(
+    later: Sequence[Tensor | None], shapes: Sequence[Sequence[int]], rows: Sequence[int], dlogits: Tensor
+) -> list[Tensor]:
+    """Gradients of N scores: what later reads left, and dlogits [R, N, P, m] at `rows`."""
+    out = [own_buffer(of_later, dlogits, shape) for of_later, shape in zip(later, shapes, strict=True)]
+    for n, (buffer, row) in enumerate(zip(out, rows, strict=True)):
+        of_reads = buffer[row : row + len(dlogits)]
+        of_reads.copy_(dlogits[:, n].view_as(of_reads))
+    return out
 
 
 def softmax_over_sources(logits: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -212,25 +261,28 @@ def retrieve(
             sources.table, by_read, fit, scale, *(base or (None, None)), sources.position, out_table[0, group], T, N,
             B * T, n_tiles, READS=n_reads, BLOCK_D=spec.block_d, SCALED=scale is not None, BASE=base is not None,
             OUT_DTYPE=TRITON_DTYPES[dtype], **tiles(T, steps),
-            **sources.constants(spec, compute, None if fit is None else 16),
+            # two reads of eight tokens just exceed the registers of 16 warps
+            **sources.constants(spec, compute, None if fit is None else 12 if n_reads == 2 else 16),
         )  # fmt: skip
     return out
 
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """How R reads of N sources weighted them.
+    """How a read of N sources weighted them.
 
     Attributes:
-        queries: [R, m, D].
-        logits, weights: [R, N, P, m].
+        weights: [1, N, P, m].
         rstd: [N, P, m].
+        n_ahead: how many of the first sources were scored elsewhere.
+        query: [m, D], and logits [1, N, P, m] of a read that scored the others itself.
     """
 
-    queries: Tensor
-    logits: Tensor
     weights: Tensor
     rstd: Tensor
+    n_ahead: int
+    query: Tensor | None = None
+    logits: Tensor | None = None
 
 
 def computing_dtype(sources: Sources, dr_dtype: torch.dtype) -> torch.dtype:
@@ -267,142 +319,131 @@ def weights_gradient(
     return out, means
 
 
-def sources_backward(
-    spec: Spec, sources: Sources, scores: Scores, drs: Sequence[Tensor], units: Tensor | float,
-    means: Tensor | None = None, dweights: Tensor | None = None, n_ahead: int = 0,
+def block_backward(
+    spec: Spec, sources: Sources, weights: Tensor, rstd: Tensor, drs: Sequence[Tensor], units: Tensor, means: Tensor,
+    ahead: Ahead, of_later: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of all that R reads did with N sources; those of the sources go to their buffers.
+    """Gradients of all that the R reads of a block did with N sources, of which the last was scored here.
 
     Args:
-        drs: R tensors [P, m, D], or [P, D] that all streams share.
-        units: what their values count, [R, P, m] or one number.
-        means: [R, P, m], sum over all sources of a read of weight times its gradient; NaN, or None for all, where these
-            are all its sources and it is summed here.
-        dweights: what `weights_gradient` gives, where it is known already.
-        n_ahead: of one read, how many of the first sources were scored elsewhere; `scores_backward` does the rest.
+        weights: [R, N, P, m]; rstd, drs, units, means: see `sources_backward`.
+        ahead: of the last source, for these reads and those that follow.
+        of_later: gradients of its logits for those that follow [R', P, m], None for none.
     Returns:
-        Gradients of the queries [R, m, D], of the taps [N, K, D], and of the logits scored elsewhere [n_ahead, P, m].
+        Gradients of the older sources' logits [R, N - 1, P, m], of the taps [N, K, D] and of the queries [R + R', m, D].
     """
-    B, T, D, N = sources.shape
-    R, P, m = len(drs), B * T, spec.m
+    R, N, n = *weights.shape[:2], weights.shape[1] - 1
     dr_table = table(drs)
-    if dweights is None:
-        dweights, _ = weights_gradient(spec, sources, scores.rstd, drs, dr_table)
+    dweights, _ = weights_gradient(spec, sources, rstd, drs, dr_table)
+    scaled, slope, _ = softmax_backward(weights, rstd, None, dweights, units, means, sources.shape[2])
+    dlogits = slope / rstd
+    of_last = dlogits[:, n] if of_later is None else torch.cat((dlogits[:, n], of_later))
+    of_dots = ahead.backward(spec, sources.tensors[n], sources.position, of_last)
+    older, last, dtaps = slice(0, n), slice(n, N), []
+    for group in reads_at_once(R, READS_OF_A_WALK):
+        options = {"rstd": rstd, "dr_dtype": drs[0].dtype, "again": group.start > 0}
+        of_reads = (spec, sources, last, dr_table[:, group], scaled[group])
+        if options["again"]:
+            _, of_last = walk_sources(*of_reads, **options)
+        else:
+            _, of_last = walk_sources(*of_reads, (None, of_dots.bend[None], None), more=of_dots.source, **options)
+            of_last = of_last + of_dots.taps
+        _, of_older = walk_sources(spec, sources, older, *of_reads[3:], **options) if n else (None, of_last[:0])
+        dtaps.append(torch.cat((of_older, of_last)))
+    return dlogits[:, :n], sum(dtaps), of_dots.queries
+
+
+def softmax_backward(
+    weights: Tensor, rstd: Tensor, logits: Tensor | None, dweights: Tensor, units: Tensor | float,
+    means: Tensor | None, width: int,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Weights in units of dr and slopes [R, N, P, m], and with logits bend [N, P, m]: see `depth_softmax.slopes_kernel`."""
+    R, N, P, m = weights.shape
     scaled, slope = torch.empty_like(dweights), torch.empty_like(dweights)
-    bend = slope.new_empty(N, P, m)
+    bend = None if logits is None else torch.empty_like(rstd)
     has_units = isinstance(units, Tensor)
     depth_softmax.slopes_kernel[(triton.cdiv(P * m, depth_softmax.BLOCK),)](
-        dweights, units if has_units else None, means, scores.weights, scores.logits, scores.rstd, scaled, slope, bend,
-        N, P * m, 0.0 if has_units else units, D,
-        READS=R, UNITS=has_units, MEANS=means is not None, BLOCK=depth_softmax.BLOCK,
+        dweights, units if has_units else None, means, weights, logits, rstd, scaled, slope, bend, N, P * m,
+        0.0 if has_units else units, width,
+        READS=R, UNITS=has_units, MEANS=means is not None, BEND=logits is not None, BLOCK=depth_softmax.BLOCK,
     )  # fmt: skip
-    if R > READS_AT_ONCE:
-        dqueries, dtaps = walk_combined(spec, sources, drs, scores.queries, scaled, slope, bend, scores.rstd)
-        return dqueries, dtaps, slope[0, :0]
-    options = {"rstd": scores.rstd, "shared": drs[0].ndim == 2, "dr_dtype": drs[0].dtype}
-    dqueries, dtaps = slope.new_zeros(R, m, D), []
-    if n_ahead:
-        dtaps += [walk_sources(spec, sources, slice(0, n_ahead), dr_table, scaled, **options)[1]]
-    if n_ahead < N:
-        of_scores = (slope, bend, scores.queries)
-        dqueries, rest = walk_sources(spec, sources, slice(n_ahead, N), dr_table, scaled, of_scores, **options)
+    return scaled, slope, bend
+
+
+def sources_backward(
+    spec: Spec, sources: Sources, scores: Scores, dr: Tensor, units: Tensor | float, means: Tensor | None = None,
+    dweights: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Gradients of all that one read did with N sources; those of the sources go to their buffers.
+
+    Args:
+        dr: [P, m, D], or [P, D] that all streams share.
+        units: what its values count, [1, P, m] or one number.
+        means: [1, P, m], sum over all sources of the read of weight times its gradient; None where these are all its
+            sources and it is summed here.
+        dweights: what `weights_gradient` gives, where it is known already.
+    Returns:
+        Gradients of the logits scored elsewhere [1, n_ahead, P, m], of the taps [N, K, D] and of the query [m, D], None
+        where every source was scored elsewhere.
+    """
+    N, n, rstd = sources.shape[3], scores.n_ahead, scores.rstd
+    dr_table = table([dr])
+    if dweights is None:
+        dweights, _ = weights_gradient(spec, sources, rstd, [dr], dr_table)
+    logits = scores.logits if n < N else None
+    scaled, slope, bend = softmax_backward(scores.weights, rstd, logits, dweights, units, means, sources.shape[2])
+    dlogits = slope[:, :n] / rstd[:n]
+    options = {"rstd": rstd, "shared": dr.ndim == 2, "dr_dtype": dr.dtype}
+    dquery, dtaps = None, []
+    if n:
+        dtaps += [walk_sources(spec, sources, slice(0, n), dr_table, scaled, **options)[1]]
+    if n < N:
+        of_scores = (slope[0, n:], bend[n:], scores.query)
+        dquery, rest = walk_sources(spec, sources, slice(n, N), dr_table, scaled, of_scores, **options)
         dtaps += [rest]
-    return dqueries, torch.cat(dtaps), slope[0, :n_ahead] / scores.rstd[:n_ahead]
-
-
-def scores_backward(
-    spec: Spec, sources: Sources, queries: Tensor, logits: Tensor, rstd: Tensor, dlogits: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The backward pass of `score`, for dlogits [R, N, P, m]: gradients of queries and taps; sources' in buffers."""
-    slope = dlogits * rstd
-    bend = (slope * logits).sum(0) * rstd / sources.shape[2]
-    return walk_combined(spec, sources, (), queries, None, slope, bend, rstd)
-
-
-def walk_combined(
-    spec: Spec, sources: Sources, drs: Sequence[Tensor], queries: Tensor, scaled_weights: Tensor | None, slope: Tensor,
-    bend: Tensor, rstd: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gradients of queries [R, m, D] and taps [N, K, D] from those of R reads' streams; sources' in their buffers."""
-    B, T, D, N = sources.shape
-    R, P, m = len(queries), B * T, spec.m
-    n_segments = triton.cdiv(T, PRODUCT_SEGMENT)
-    dqueries = slope.new_empty(N, B * n_segments, R, m, D)
-    combining.dqueries_kernel[(triton.cdiv(D, 64) * N, B * n_segments, m)](
-        sources.table, by_token(slope), sources.position, dqueries, T, N, P, n_segments, PRODUCT_SEGMENT,
-        READS=R, BLOCK_T=32, BLOCK_D=64, PRECISION="ieee" if sources.dtype == torch.float32 else "tf32",
-        **sources.constants(spec) | {"num_warps": 4, "num_stages": 2},
-    )  # fmt: skip
-    dus, unit = combine(scratch_dtype(sources.dtype), drs, queries, scaled_weights, slope)
-    _, dtaps = walk_sources(
-        spec, sources, slice(0, N), table(dus), unit[None], (None, bend, None), rstd=rstd, per_source=True,
-        dr_dtype=dus[0].dtype,
-    )  # fmt: skip
-    return dqueries.sum((0, 1)), dtaps
+    return dlogits, torch.cat(dtaps), dquery
 
 
 def walk_sources(
-    spec: Spec, sources: Sources, part: slice, dr_table: Tensor, weights: Tensor,
+    spec: Spec, sources: Sources, part: slice, dr_table: Tensor | None, weights: Tensor | None,
     of_scores: tuple[Tensor | None, Tensor, Tensor | None] | None = None,
-    *, rstd: Tensor, dr_dtype: torch.dtype, shared: bool = False, per_source: bool = False,
+    *, rstd: Tensor, dr_dtype: torch.dtype = torch.float16, shared: bool = False,
+    more: tuple[Tensor, Tensor] | None = None, again: bool = False,
 ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
     """Gradients of some of the sources, in their buffers, and of their taps; see `walk.gradient_kernel`.
 
     Args:
-        dr_table: of R tensors, or (R = 1, `per_source`) of one per source of the part.
-        weights: [R, N, P, m], and rstd [N, P, m], of all sources.
-        of_scores: slope [R, N, P, m], bend [N, P, m] and queries [R, m, D], where scores are part of it; the first and
-            the last may be None.
+        dr_table: of R tensors, and their weights [R, N, P, m]; both None for no reads.
+        of_scores: slope and bend [part, P, m] and query [m, D] of a read that scored the part itself; slope and query are
+            None where only the norm is left to differentiate.
+        rstd: [N, P, m]; N counts all sources.
+        more: [P, D] and what its values count, one number: another gradient of the part, one source.
+        again: whether to add to what a walk before this one left in the buffers.
     Returns:
-        Gradients of the queries [R, m, D], None if not given, and of the taps [part, K, D].
+        Gradients of the query [m, D], None if not given, and of the taps [part, K, D].
     """
     B, T, D, _ = sources.shape
-    R, N, n_tiles = len(weights), part.stop - part.start, triton.cdiv(D, spec.block_d)
-    slope, bend, queries = of_scores or (None,) * 3
+    R, N, n_tiles = 0 if weights is None else len(weights), part.stop - part.start, triton.cdiv(D, spec.block_d)
+    slope, bend, query = of_scores or (None,) * 3
     compute, fit, dfit = computing_dtype(sources, dr_dtype), None, None
-    at_once = WALKS[compute] * processors(weights.device)
+    at_once = WALKS[compute] * processors(rstd.device)
     segment = segment_length((B, T), n_tiles * N, max(spec.kernel_sizes) - 1, at_once)
     n_segments = triton.cdiv(T, segment)
-    dtaps = weights.new_empty(N, B * n_segments, spec.K, D)
-    dqueries = None if queries is None else weights.new_empty(N, B * n_segments, R, spec.m, D)
-    weights, slope = (None if x is None else x[:, part].contiguous() for x in (weights, slope))
-    bend = None if bend is None else bend[part]
+    dtaps = rstd.new_empty(N, B * n_segments, spec.K, D)
+    dquery = None if query is None else rstd.new_empty(N, B * n_segments, spec.m, D)
+    weights = None if weights is None else weights[:, part].contiguous()
     if compute == torch.float16:
         fit, room = (x[part] for x in sources.fits(rstd))
-        weights, narrow_slope, narrow_bend, dfit = narrow.narrow_gradients(
-            weights, slope, bend, queries, rstd[part], (fit, room), D
-        )
-        slope, bend = None if slope is None else narrow_slope, None if bend is None else narrow_bend
+        weights, slope, bend, dfit = narrow.narrow_gradients(weights, slope, bend, query, rstd[part], (fit, room), D)
     else:
-        weights, slope = by_token(weights), None if slope is None else by_token(slope)
+        weights = None if weights is None else by_token(weights)
+    rows = sources.table[:, part]
+    rows = torch.cat((rows[:3], rows[4:], rows[4:])) if again else rows.contiguous()
     walk.gradient_kernel[(n_tiles * N, B * n_segments)](
-        sources.table[:, part].contiguous(), dr_table, weights, slope, bend, queries, fit, dfit, sources.position,
-        dtaps, dqueries, T, N, B * T, n_segments, segment,
-        READS=R, PER_SOURCE=per_source, SHARED=shared, BEND=bend is not None, QUERY=queries is not None,
-        BLOCK_D=spec.block_d, UNROLL=4, ADD=sources.buffers.add, DR_DTYPE=TRITON_DTYPES[dr_dtype], num_warps=1,
+        rows, dr_table, weights, slope, bend, query, fit, dfit, *(more or (None, None)),
+        sources.position, dtaps, dquery, T, N, B * T, n_segments, segment,
+        READS=R, SHARED=shared, BEND=bend is not None, QUERY=query is not None, MORE=more is not None,
+        BLOCK_D=spec.block_d, UNROLL=4, ADD=again or sources.buffers.add, DR_DTYPE=TRITON_DTYPES[dr_dtype], num_warps=1,
         **sources.constants(spec, compute, None if fit is None else 12),
     )  # fmt: skip
-    return None if dqueries is None else dqueries.sum((0, 1)), dtaps.sum(1)
-
-
-def combine(
-    dtype: torch.dtype, drs: Sequence[Tensor], queries: Tensor, scaled_weights: Tensor | None, slope: Tensor
-) -> tuple[tuple[Tensor, ...], Tensor]:
-    """What R reads leave for the streams of N sources by their weights (with `drs`) and slopes [R, N, P, m].
-
-    Returns:
-        N tensors du [P, m, D] of `dtype`, and what their values count [N, P, m]. Together they are as large as the dr
-        of N reads, and live until the walk over the sources.
-    """
-    R, N, P, m = slope.shape
-    D = queries.shape[-1]
-    peak = queries.abs().amax(-1).clamp_min(1e-30)
-    rows = (queries / peak[..., None]).to(dtype)
-    du, unit = slope.new_empty(N, P, m, D, dtype=dtype), slope.new_empty(N, P, m)
-    n_rows = len(drs) + R
-    combining.combine_kernel[(triton.cdiv(P, COMBINE_TOKENS), m, triton.cdiv(N, 16))](
-        table([*drs, *rows]), scaled_weights, slope, peak, unit, du, N, P, P * m,
-        READS=R, WEIGHTED=len(drs) > 0, M=m, D=D, BLOCK_T=COMBINE_TOKENS, BLOCK_N=16,
-        BLOCK_K=max(16, triton.next_power_of_2(n_rows)), BLOCK_D=64, DTYPE=TRITON_DTYPES[dtype], num_warps=4,
-    )  # fmt: skip
-    return du.unbind(), unit
+    return None if dquery is None else dquery.sum((0, 1)), dtaps.sum(1)

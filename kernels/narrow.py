@@ -23,13 +23,13 @@ GRADIENT_PEAK = tl.constexpr(8.0)  # the largest value of a stream's gradient in
 SLOPE_PEAK = tl.constexpr(2.0)  # four products with u stay in range
 FP16_MAX = tl.constexpr(65504.0)
 MAX_SOURCES = 32  # every source rounds the sums over sources once more
-TAPS_BLOCK = 128
+TAPS_BLOCK = 64
 BLOCK = 128
 PEAK_BLOCK = 1024
 
 
 @triton.jit(do_not_specialize=["N"])
-def narrow_taps_kernel(p_table, p_taps, p_norms, N, K, D, BLOCK_D: tl.constexpr):
+def narrow_taps_kernel(p_table, p_taps, p_norms, N, K, D, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr):
     """Taps [G, K, D] in fp16, and the largest sum over the K taps of a channel, per tile of channels: [G, tiles].
 
     Args:
@@ -39,12 +39,12 @@ def narrow_taps_kernel(p_table, p_taps, p_norms, N, K, D, BLOCK_D: tl.constexpr)
     o_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     p_given = tl.load(p_table + N + g).to(tl.pointer_type(tl.float32))
     p_out = p_taps + g.to(tl.int64) * K * D
-    total = tl.zeros([BLOCK_D], tl.float32)
-    for i in range(K):
-        b_tap = tl.load(p_given + i * D + o_d, mask=o_d < D, other=0.0)
-        total += tl.abs(b_tap)
-        tl.store(p_out + i * D + o_d, b_tap.to(tl.float16), mask=o_d < D)
-    tl.store(p_norms + g * tl.num_programs(1) + tl.program_id(1), tl.max(total))
+    o_k = tl.arange(0, BLOCK_K)
+    at = o_k[:, None] * D + o_d[None, :]
+    mask = (o_k < K)[:, None] & (o_d < D)[None, :]
+    b_taps = tl.load(p_given + at, mask=mask, other=0.0)
+    tl.store(p_out + at, b_taps.to(tl.float16), mask=mask)
+    tl.store(p_norms + g * tl.num_programs(1) + tl.program_id(1), tl.max(tl.sum(tl.abs(b_taps), 0)))
 
 
 @triton.jit
@@ -102,24 +102,22 @@ def gradient_peaks_kernel(
     """Of every tile of tokens and streams [N, tiles] a bound of |du| and (QUERY) the largest |slope|: two of them.
 
     Args:
-        p_weights, p_slope (QUERY): [READS, N, count]; p_bend, p_rstd (BEND): [N, count].
-        p_query_peak: [READS, M], the queries' largest values.
+        p_weights: [READS, N, count]; p_slope (QUERY), p_bend and p_rstd (BEND): [N, count].
+        p_query_peak: [M], the query's largest values.
     """
     n = tl.program_id(1)
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     at = n.to(tl.int64) * count + o
     b_peak = tl.zeros([BLOCK], tl.float32)
-    b_slopes = tl.zeros([BLOCK], tl.float32)
     if BEND:
         b_bend = tl.load(p_bend + at, mask=o < count, other=0.0)
         b_peak += tl.abs(b_bend) * tl.sqrt(D + 0.0) / tl.load(p_rstd + at, mask=o < count, other=1.0)
     for r in tl.static_range(READS):
         of_read = at + r * tl.cast(N, tl.int64) * count
         b_peak += tl.abs(tl.load(p_weights + of_read, mask=o < count, other=0.0)) * GRADIENT_PEAK
-        if QUERY:
-            b_slope = tl.abs(tl.load(p_slope + of_read, mask=o < count, other=0.0))
-            b_peak += b_slope * tl.load(p_query_peak + r * M + o % M, mask=o < count, other=0.0)
-            b_slopes = tl.maximum(b_slopes, b_slope)
+    if QUERY:
+        b_slopes = tl.abs(tl.load(p_slope + at, mask=o < count, other=0.0))
+        b_peak += b_slopes * tl.load(p_query_peak + o % M, mask=o < count, other=0.0)
     p_tile = p_peaks + n * tl.num_programs(0) + tl.program_id(0)
     tl.store(p_tile, tl.max(b_peak))
     if QUERY:
@@ -140,7 +138,7 @@ def narrow_gradients_kernel(
     Args:
         p_weights, p_slope, p_bend: as for `gradient_peaks_kernel`; p_peaks: [2, N], the largest of its peaks.
         p_fit, p_room: [N], of `fit_kernel`.
-        p_narrow_weights, p_narrow_slope: [N, count, READS], p_narrow_bend: [N, count], written.
+        p_narrow_weights: [N, count, READS], p_narrow_slope, p_narrow_bend: [N, count], written.
         p_dfit: [2, N], written: what du and (QUERY) slopes are multiplied by.
     """
     n = tl.program_id(1)
@@ -161,9 +159,9 @@ def narrow_gradients_kernel(
         of_read = at + r * tl.cast(N, tl.int64) * count
         b_weight = tl.load(p_weights + of_read, mask=o < count, other=0.0) * dfit
         tl.store(p_narrow_weights + at * READS + r, b_weight.to(tl.float16), mask=o < count)
-        if QUERY:
-            b_slope = tl.load(p_slope + of_read, mask=o < count, other=0.0) * slope_fit
-            tl.store(p_narrow_slope + at * READS + r, b_slope.to(tl.float16), mask=o < count)
+    if QUERY:
+        b_slope = tl.load(p_slope + at, mask=o < count, other=0.0) * slope_fit
+        tl.store(p_narrow_slope + at, b_slope.to(tl.float16), mask=o < count)
 
 
 def narrow_taps(table: Tensor, taps: Tensor, n_sources: int) -> Tensor:
@@ -171,7 +169,10 @@ def narrow_taps(table: Tensor, taps: Tensor, n_sources: int) -> Tensor:
     G, K, D = taps.shape
     tiles = triton.cdiv(D, TAPS_BLOCK)
     norms = table.new_empty(G, tiles, dtype=torch.float32)
-    narrow_taps_kernel[(G, tiles)](table, taps, norms, n_sources, K, D, BLOCK_D=TAPS_BLOCK, num_warps=4)
+    block_k = triton.next_power_of_2(K)
+    narrow_taps_kernel[(G, tiles)](
+        table, taps, norms, n_sources, K, D, BLOCK_K=block_k, BLOCK_D=TAPS_BLOCK, num_warps=4
+    )
     return norms
 
 
@@ -204,30 +205,31 @@ def narrow_weights(weights: Tensor, scale: Tensor, fit: Tensor) -> Tensor:
 
 
 def narrow_gradients(
-    weights: Tensor, slope: Tensor | None, bend: Tensor | None, queries: Tensor | None, rstd: Tensor,
+    weights: Tensor | None, slope: Tensor | None, bend: Tensor | None, query: Tensor | None, rstd: Tensor,
     fits: tuple[Tensor, Tensor], width: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """What a walk over N sources takes in fp16.
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor]:  # fmt: skip
+    """What a walk over N sources takes in fp16, None for what is not given.
 
     Args:
-        weights, slope: [R, N, P, m]; bend, rstd: [N, P, m]; slope and bend None where they are not part of it.
-        queries: [R, m, D], given with slope.
+        weights: [R, N, P, m]; slope, bend, rstd: [N, P, m].
+        query: [m, D], given with slope.
         fits: of these sources, from `fit`.
         width: D.
     Returns:
-        Weights and slope [N, P, m, R], bend [N, P, m], meaningless where not given; the powers of two in them [2, N],
-        of weights and bend, and of slope.
+        Weights [N, P, m, R], slope and bend [N, P, m]; the powers of two in them [2, N], of weights and bend, and of slope.
     """
-    R, N, P, m = weights.shape
-    peak = None if queries is None else queries.abs().amax(-1)
-    by_read, dfit = weights.new_empty(2, N, P, m, R, dtype=torch.float16), weights.new_empty(2, N)
-    narrow_bend = weights.new_empty(N, P, m, dtype=torch.float16)
-    options = {"READS": R, "BEND": bend is not None, "QUERY": queries is not None, "num_warps": 4}
-    peaks = weights.new_empty(2, N, triton.cdiv(P * m, PEAK_BLOCK))
+    N, P, m = rstd.shape
+    R, half = 0 if weights is None else len(weights), torch.float16
+    peak = None if query is None else query.abs().amax(-1)
+    by_read = None if weights is None else weights.new_empty(N, P, m, R, dtype=half)
+    narrow_slope, narrow_bend = (None if x is None else torch.empty_like(x, dtype=half) for x in (slope, bend))
+    options = {"READS": R, "BEND": bend is not None, "QUERY": query is not None, "num_warps": 4}
+    peaks, dfit = rstd.new_empty(2, N, triton.cdiv(P * m, PEAK_BLOCK)), rstd.new_empty(2, N)
     gradient_peaks_kernel[(peaks.shape[2], N)](
         weights, slope, bend, peak, rstd, peaks, N, P * m, width, M=m, BLOCK=PEAK_BLOCK, **options
     )
     narrow_gradients_kernel[(triton.cdiv(P * m, BLOCK), N)](
-        weights, slope, bend, peaks.amax(2), *fits, *by_read, narrow_bend, dfit, N, P * m, BLOCK=BLOCK, **options
-    )
-    return *by_read, narrow_bend, dfit
+        weights, slope, bend, peaks.amax(2), *fits, by_read, narrow_slope, narrow_bend, dfit, N, P * m, BLOCK=BLOCK,
+        **options,
+    )  # fmt: skip
+    return by_read, narrow_slope, narrow_bend, dfit

@@ -21,7 +21,8 @@ from kernels.tiles import (
     load_values,
     multiply_add,
     n_streams,
-    pair_sums,
+    prefetch,
+    prefetch_rows,
     raw_rows,
     seen_at,
     tensor_at,
@@ -34,15 +35,14 @@ from kernels.tiles import (
 @triton.jit(do_not_specialize=["N", "n_tiles"])
 def score_kernel(
     p_table, p_query, p_position, p_logits, p_rstd, T, N, P, n_tiles, eps,
-    SIZES: tl.constexpr, READS: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr, WARPS: tl.constexpr,
+    SIZES: tl.constexpr, QUERY: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr, WARPS: tl.constexpr,
     BLOCK_D: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Logits [READS, N, P, m] and rstd [N, P, m] of N sources for queries [READS, m, D].
+    """rstd [N, P, m] of N sources and, with QUERY, their logits [N, P, m] for one query [m, D].
 
-    One program: STEPS tokens per warp of one source, all of D, expanded once for all the reads. The warps meet the same
-    taps at the same time, so that one of them fetches these from the L2 for all: with a warp to a program that was
-    twice what the L2 can give. Squares and dot products stay spread over the lanes until the last channel, then each is
-    summed once.
+    One program: STEPS tokens per warp of one source, all of D. The warps meet the same taps at the same time, so that
+    one of them fetches these from the L2 for all: with a warp to a program that was twice what the L2 can give.
+    Squares and dot products stay spread over the lanes until the last channel, then each is summed once.
     """
     M: tl.constexpr = n_streams(SIZES)
     WINDOW: tl.constexpr = widest(SIZES)
@@ -53,9 +53,8 @@ def score_kernel(
     t_oldest = t_first - (WINDOW - 1)
     p_oldest = tensor_at(p_table, n, DTYPE) + (b.to(tl.int64) * T + t_oldest) * D
     p_taps = tensor_at(p_table, N + n, tl.float32)
-    LANES: tl.constexpr = BLOCK_D if READS == 1 else BLOCK_D // 2
-    squares = zeros_per_warp(M * STEPS, WARPS, LANES)
-    dots = zeros_per_warp(M * STEPS * READS, WARPS, LANES)
+    squares = zeros_per_warp(M * STEPS, WARPS, BLOCK_D)
+    dots = zeros_per_warp(M * STEPS if QUERY else 0, WARPS, BLOCK_D)
     for d in range(0, D, BLOCK_D):
         o_d = d + tl.arange(0, BLOCK_D)
         raw = raw_rows(p_oldest, t_oldest, o_d[None, :], T, D, WINDOW - 1, STEPS, EVEN)
@@ -64,15 +63,14 @@ def score_kernel(
         new_dots = ()
         for j in tl.static_range(M):
             b_taps = load_rows(p_taps + first_tap(SIZES, j) * D, o_d, D, learned(SIZES, j))
-            queries = ()
-            for r in tl.static_range(READS):
-                queries = queries + (tl.load(p_query + (r * M + j) * D + o_d, mask=o_d < D, other=0.0),)
+            if QUERY:
+                b_query = tl.load(p_query + j * D + o_d, mask=o_d < D, other=0.0)
             for s in tl.static_range(STEPS):
                 window = seen_at(rows, p_position, b * T + t_first + s, t_first + s < T, s, WINDOW, PACKED)
                 b_u = convolved(b_taps, window, 0, width(SIZES, j))
-                new_squares = new_squares + (added(squares[j * STEPS + s], b_u, b_u, LANES),)
-                for r in tl.static_range(READS):
-                    new_dots = new_dots + (added(dots[(j * STEPS + s) * READS + r], b_u, queries[r], LANES),)
+                new_squares = new_squares + (tl.fma(b_u, b_u, squares[j * STEPS + s]),)
+                if QUERY:
+                    new_dots = new_dots + (tl.fma(b_u, b_query, dots[j * STEPS + s]),)
         squares = new_squares
         dots = new_dots
     for s in tl.static_range(STEPS):
@@ -81,19 +79,8 @@ def score_kernel(
             inside = t_warp + s < T
             rstd = tl.rsqrt(tl.sum(squares[j * STEPS + s], 1) / D + eps)
             tl.store(p_rstd + row, rstd, mask=inside)
-            for r in tl.static_range(READS):
-                b_logit = tl.sum(dots[(j * STEPS + s) * READS + r], 1) * rstd
-                tl.store(p_logits + r * tl.cast(N * P * M, tl.int64) + row, b_logit, mask=inside)
-
-
-@triton.jit
-def added(b_sums, b_a, b_b, LANES: tl.constexpr):
-    """Sums plus a b, spread over channels or (half as many LANES) over pairs of them, which take half the registers."""
-    if b_a.shape[1] == LANES:
-        out = tl.fma(b_a, b_b, b_sums)
-    else:
-        out = b_sums + pair_sums(b_a * b_b)
-    return out
+            if QUERY:
+                tl.store(p_logits + row, tl.sum(dots[j * STEPS + s], 1) * rstd, mask=inside)
 
 
 @triton.jit(do_not_specialize=["N", "n_tiles"], do_not_specialize_on_alignment=["p_out_table"])
@@ -114,24 +101,35 @@ def retrieve_kernel(
     """
     tl.static_assert(READS == 1 or not BASE)
     M: tl.constexpr = n_streams(SIZES)
+    K: tl.constexpr = first_tap(SIZES, M)
     WINDOW: tl.constexpr = widest(SIZES)
+    PAST: tl.constexpr = WINDOW - 1
     NARROW: tl.constexpr = COMPUTE == tl.float16
     N_CHANNEL_TILES: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     tile = tl.program_id(0) // N_CHANNEL_TILES  # tokens side by side, so that whole rows come and go
     b = tile // n_tiles
-    t_first = tile % n_tiles * (WARPS * STEPS) + (tl.arange(0, WARPS) * STEPS)[:, None]
-    o_d = tl.program_id(0) % N_CHANNEL_TILES * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+    t_tile = tile % n_tiles * (WARPS * STEPS)
+    t_first = t_tile + (tl.arange(0, WARPS) * STEPS)[:, None]
+    d_tile = tl.program_id(0) % N_CHANNEL_TILES * BLOCK_D
+    o_d = d_tile + tl.arange(0, BLOCK_D)[None, :]
     sequence = b.to(tl.int64) * T
     first = sequence + t_first
     t_oldest = t_first - (WINDOW - 1)
     oldest = (sequence + t_oldest) * D
     retrieved = zeros_per_warp(M * STEPS * READS, WARPS, BLOCK_D, COMPUTE)
-    upcoming = raw_rows(tensor_at(p_table, 0, DTYPE) + oldest, t_oldest, o_d, T, D, WINDOW - 1, STEPS, EVEN)
     for n in range(N):
-        rows = computed(upcoming, load_fit(p_fit, n, COMPUTE), WINDOW - 1 + STEPS, COMPUTE)
-        p_next = tensor_at(p_table, tl.minimum(n + 1, N - 1), DTYPE) + oldest
-        upcoming = raw_rows(p_next, t_oldest, o_d, T, D, WINDOW - 1, STEPS, EVEN)
+        raw = raw_rows(tensor_at(p_table, n, DTYPE) + oldest, t_oldest, o_d, T, D, WINDOW - 1, STEPS, EVEN)
+        rows = computed(raw, load_fit(p_fit, n, COMPUTE), WINDOW - 1 + STEPS, COMPUTE)
         p_taps = tensor_at(p_table, (2 if NARROW else 1) * N + n, COMPUTE)
+        # what the next source needs: its loads come a few at a time, as registers allow, and each few would wait
+        later = tl.minimum(n + 1, N - 1)
+        p_later = tensor_at(p_table, later, DTYPE) + (sequence + t_tile - PAST) * D
+        prefetch_rows(p_later, d_tile, PAST - t_tile, PAST + T - t_tile, D, PAST + WARPS * STEPS, BLOCK_D, WARPS)
+        p_later = tensor_at(p_table, (2 if NARROW else 1) * N + later, COMPUTE)
+        prefetch_rows(p_later, d_tile, 0, K, D, K, BLOCK_D, WARPS)
+        o_a = tl.arange(0, 32 * WARPS) * (32 // (COMPUTE.primitive_bitwidth // 8))
+        is_later = o_a < tl.minimum(WARPS * STEPS, T - t_tile) * (M * READS)
+        prefetch(p_weights + (later * P + sequence + t_tile) * (M * READS) + o_a, is_later)
         # constant offsets from one address: a weight costs its load and nothing else
         p_a = p_weights + (n * P + first) * (M * READS)
         weights = ()

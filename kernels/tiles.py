@@ -133,6 +133,30 @@ def raw_rows(p_first, t_first, o_d, T, D: tl.constexpr, PAST: tl.constexpr, COUN
 
 
 @triton.jit
+def prefetch(p_values, inside):
+    """Asks the L1 for the 32 bytes at each address that is `inside`; nothing waits for them until they are loaded."""
+    if PAIRED:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred inside; setp.ne.s32 inside, $2, 0; @inside prefetch.global.L1 [$1]; mov.u32 $0, 0; }",
+            "=r,l,r", [p_values, inside.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def prefetch_rows(
+    p_first, o_first, first, end, D: tl.constexpr, COUNT: tl.constexpr, BLOCK_D: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """`prefetch` of COUNT rows of BLOCK_D channels from o_first on, of which numbers [first, end) exist."""
+    VALUES: tl.constexpr = 32 // (p_first.dtype.element_ty.primitive_bitwidth // 8)
+    PIECES: tl.constexpr = BLOCK_D // VALUES
+    for chunk in tl.static_range((COUNT * PIECES + 32 * WARPS - 1) // (32 * WARPS)):
+        i = chunk * 32 * WARPS + tl.arange(0, 32 * WARPS)
+        row, channel = i // PIECES, o_first + i % PIECES * VALUES
+        inside = (row >= first) & (row < end) & (row < COUNT) & (channel < D)
+        prefetch(p_first + row * D + channel, inside)
+
+
+@triton.jit
 def visible(window, position, LENGTH: tl.constexpr):
     """The window with the rows of earlier documents zeroed: tap i is dropped where position < i."""
     rows = (window[0],)

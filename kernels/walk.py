@@ -31,18 +31,18 @@ from kernels.tiles import (
 
 @triton.jit(do_not_specialize=["N", "n_segments"])
 def gradient_kernel(
-    p_table, p_dr_table, p_weights, p_slope, p_bend, p_query, p_fit, p_dfit, p_position, p_dtaps, p_dquery,
-    T, N, P, n_segments, SEGMENT,
-    SIZES: tl.constexpr, READS: tl.constexpr, PER_SOURCE: tl.constexpr, SHARED: tl.constexpr, BEND: tl.constexpr,
-    QUERY: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr, ADD: tl.constexpr,
+    p_table, p_dr_table, p_weights, p_slope, p_bend, p_query, p_fit, p_dfit, p_more, p_more_unit, p_position,
+    p_dtaps, p_dquery, T, N, P, n_segments, SEGMENT,
+    SIZES: tl.constexpr, READS: tl.constexpr, SHARED: tl.constexpr, BEND: tl.constexpr, QUERY: tl.constexpr,
+    MORE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr, ADD: tl.constexpr,
     PACKED: tl.constexpr, DTYPE: tl.constexpr, DR_DTYPE: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """Gradients of sources and taps. One program: SEGMENT tokens of one source, in steps of UNROLL,
     which divides SEGMENT.
 
-        du_nj = sum_r weight_rnj dr_rj + sum_r slope_rnj query_rj - bend_nj u_nj
+        du_nj = sum_r weight_rnj dr_rj + slope_nj query_j - bend_nj u_nj
         dv_n[s] = sum_ji taps_nj[i] du_nj[s + i]      dtaps_nj[i] = sum_t du_nj[t] v_n[t - i]
-        dquery_rj = sum_nt slope_rnj[t] u_nj[t]
+        dquery_j = sum_nt slope_nj[t] u_nj[t]
 
     The walk goes on for the widest tap beyond the segment, since later tokens reach back into it; a row's gradient
     is complete, and leaves the window, when the widest tap has passed it. UNROLL steps load first and store last:
@@ -53,13 +53,13 @@ def gradient_kernel(
 
     Args:
         p_table: sources, taps, taps in the dtype that computes, gradients to add to (if ADD), gradients to write.
-        p_dr_table: READS tensors [P, m, D] for all sources, or [P, D] that all streams share (SHARED); or, for READS
-            1, a tensor per source (PER_SOURCE).
+        p_dr_table: READS tensors [P, m, D] for all sources, or [P, D] that all streams share (SHARED); READS may be 0.
         p_weights: [N, P, m, READS], in the units of dr.
-        p_bend: [N, P, m], without BEND left out; p_slope: as p_weights, without QUERY left out; all of COMPUTE.
-        p_query: [READS, m, D], fp32, without QUERY left out.
+        p_bend, p_slope: [N, P, m], without BEND or QUERY left out; of COMPUTE, as the weights.
+        p_query: [m, D], fp32, without QUERY left out.
         p_fit: [N], p_dfit: [2, N], the powers of two in du and in slope; for fp16.
-        p_dtaps: [N, B n_segments, K, D], one partial row set per program; p_dquery: [N, B n_segments, READS, m, D].
+        p_more: with MORE, for one source, [P, D] to add to its gradient times the number p_more_unit.
+        p_dtaps: [N, B n_segments, K, D], one partial row set per program; p_dquery: [N, B n_segments, m, D].
     """
     M: tl.constexpr = n_streams(SIZES)
     K: tl.constexpr = first_tap(SIZES, M)
@@ -76,20 +76,22 @@ def gradient_kernel(
     p_out = tensor_at(p_table, 4 * N + n, DTYPE) + sequence * D
     gradients = ()
     for r in tl.static_range(READS):
-        gradients = gradients + (tensor_at(p_dr_table, n if PER_SOURCE else r, DR_DTYPE),)
+        gradients = gradients + (tensor_at(p_dr_table, r, DR_DTYPE),)
     b_taps = load_rows(tensor_at(p_table, (2 if NARROW else 1) * N + n, COMPUTE), o_d, D, K)
     fit = load_fit(p_fit, n, COMPUTE)
     dfit = load_fit(p_dfit, n, COMPUTE)
     unit = 1.0 / dfit
     slope_fit = load_fit(p_dfit, N + n, COMPUTE)
+    if MORE:
+        more_unit = tl.load(p_more_unit)
     queries = ()
     if QUERY:
-        given = load_rows(p_query, o_d, D, READS * M)
-        for k in tl.static_range(READS * M):
-            queries = queries + ((given[k] * (dfit / slope_fit)).to(COMPUTE),)
+        given = load_rows(p_query, o_d, D, M)
+        for j in tl.static_range(M):
+            queries = queries + ((given[j] * (dfit / slope_fit)).to(COMPUTE),)
     pending = zeros(PAST, BLOCK_D, COMPUTE)  # dv of the last rows, oldest first
     dtaps = zeros(K, BLOCK_D, tl.float32)
-    dquery = zeros(READS * M if QUERY else 0, BLOCK_D, tl.float32)
+    dquery = zeros(M if QUERY else 0, BLOCK_D, tl.float32)
     t_start = t_first.to(tl.int64)
     history = raw_rows(p_source + (t_start - PAST) * D, t_start - PAST, o_d, T, D, PAST, 0, False)
     window = computed(history, fit, PAST, COMPUTE)
@@ -112,14 +114,18 @@ def gradient_kernel(
                     b_drs = b_drs + (tl.load(gradients[r] + row * D + o_d, mask=mask, other=0.0),)
                 drs = drs + (b_drs,)
             at = (n * P + first + s) * M
-            weights = weights + (load_values(p_weights + at * READS, exists, M * READS, COMPUTE),)
+            if READS > 0:
+                weights = weights + (load_values(p_weights + at * READS, exists, M * READS, COMPUTE),)
             if BEND:
                 bends = bends + (load_values(p_bend + at, exists, M, COMPUTE),)
             if QUERY:
-                slopes = slopes + (load_values(p_slope + at * READS, exists, M * READS, COMPUTE),)
+                slopes = slopes + (load_values(p_slope + at, exists, M, COMPUTE),)
         earlier = ()
         if ADD:
             earlier = rows_within(p_in + t_done * D, t_done, o_d, t_first, t_end, D, BLOCK_D, UNROLL)
+        more = ()
+        if MORE:
+            more = rows_within(p_more + (sequence + t_done) * D, t_done, o_d, t_first, t_end, D, BLOCK_D, UNROLL)
         rows = window + computed(raw, fit, UNROLL, COMPUTE)
         pending = pending + zeros(UNROLL, BLOCK_D, COMPUTE)
         positions = ()
@@ -131,24 +137,25 @@ def gradient_kernel(
                 positions = positions + (tl.load(p_position + first + s, mask=exists, other=0),)
             new_sums = ()
             for j in tl.static_range(M):
-                b_drs = drs[s if SHARED else s * M + j]
-                b_du = multiply(weights[s][j * READS], b_drs[0].to(COMPUTE))
-                for r in tl.static_range(1, READS):
-                    b_du = multiply_add(weights[s][j * READS + r], b_drs[r].to(COMPUTE), b_du)
                 if BEND or QUERY:
                     seen = seen_at(rows, p_position, first + s, exists, s, PAST + 1, PACKED)
                     b_u = convolved(b_taps, seen, first_tap(SIZES, j), width(SIZES, j))
-                if BEND:
-                    b_du = multiply_add(-bends[s][j], b_u, b_du)
+                if READS > 0:
+                    b_drs = drs[s if SHARED else s * M + j]
+                    b_du = multiply(weights[s][j * READS], b_drs[0].to(COMPUTE))
+                    for r in tl.static_range(1, READS):
+                        b_du = multiply_add(weights[s][j * READS + r], b_drs[r].to(COMPUTE), b_du)
+                    if BEND:
+                        b_du = multiply_add(-bends[s][j], b_u, b_du)
+                else:
+                    b_du = multiply(-bends[s][j], b_u)
                 if QUERY:
-                    for r in tl.static_range(READS):
-                        slope = slopes[s][j * READS + r]
-                        b_du = multiply_add(slope, queries[r * M + j], b_du)
-                        if s == 0:
-                            b_sum = multiply(slope, b_u)
-                        else:
-                            b_sum = multiply_add(slope, b_u, slope_sums[j * READS + r])
-                        new_sums = new_sums + (b_sum,)
+                    b_du = multiply_add(slopes[s][j], queries[j], b_du)
+                    if s == 0:
+                        b_sum = multiply(slopes[s][j], b_u)
+                    else:
+                        b_sum = multiply_add(slopes[s][j], b_u, slope_sums[j])
+                    new_sums = new_sums + (b_sum,)
                 pending = transposed(
                     pending, b_taps, b_du, positions, s, first_tap(SIZES, j), width(SIZES, j), PAST, UNROLL, PACKED
                 )
@@ -162,15 +169,15 @@ def gradient_kernel(
                     b_total = correlated(dus, rows, positions, i, j, M, PAST, UNROLL, PACKED)
                     new_dtaps = new_dtaps + (dtaps[first_tap(SIZES, j) + i] + b_total,)
             if QUERY:
-                for r in tl.static_range(READS):
-                    for j in tl.static_range(M):
-                        b_total = slope_sums[j * READS + r].to(tl.float32)
-                        new_dquery = new_dquery + (dquery[r * M + j] + b_total,)
+                for j in tl.static_range(M):
+                    new_dquery = new_dquery + (dquery[j] + slope_sums[j].to(tl.float32),)
             dtaps = new_dtaps
             dquery = new_dquery
         done = ()
         for s in tl.static_range(UNROLL):
             b_dv = pending[s].to(tl.float32) * unit
+            if MORE:
+                b_dv += more[s].to(tl.float32) * more_unit
             if ADD:
                 b_dv += earlier[s].to(tl.float32)
             done = done + (b_dv,)
@@ -184,8 +191,8 @@ def gradient_kernel(
     for i in tl.static_range(K):
         tl.store(p_dtaps + (program * K + i) * D + o_d, dtaps[i] / (fit * dfit), mask=o_d < D)
     if QUERY:
-        for k in tl.static_range(READS * M):
-            tl.store(p_dquery + (program * READS * M + k) * D + o_d, dquery[k] / (fit * slope_fit), mask=o_d < D)
+        for j in tl.static_range(M):
+            tl.store(p_dquery + (program * M + j) * D + o_d, dquery[j] / (fit * slope_fit), mask=o_d < D)
 
 
 @triton.jit

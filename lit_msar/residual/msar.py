@@ -14,7 +14,6 @@ from lit_msar.residual.depth import DepthAttention, joined, split_position
 
 GATE_SCALE = 0.01
 WEIGHT_STD = 0.02
-FEWEST_AHEAD = 4  # reads of a block that make it worth to score the completed sources for all of them at once
 
 
 def conv_start(conv_init: Literal["uniform", "delta"], kernel_sizes: tuple[int, ...]) -> Init:
@@ -67,10 +66,10 @@ class MSAR(DepthAttention):
             once, with a fraction of the arithmetic; inside a block the state then holds, for each read to come, what it
             retrieved [B, T, m, D] and its statistics [2, B, T, m], and without recomputation every read keeps its r
             [B, T, m, D] for the backward pass. Needs conv_owner producer and the adaptive mix of two streams or more.
-            `per_read` keeps statistics only; with producers' convs and blocks of four to sixteen sublayers the state
-            also holds, inside a block, the completed sources' scores [2, N, B, T, m] for each read to come. `auto`:
-            per_block where it can be and blocks have two to sixteen sublayers. The other kernels always read one at a
-            time.
+            `per_read` keeps statistics only. With producers' convs either scores a completed source once for all reads
+            to come; the state then also holds, for every completed source, these scores [reads to come + 1, B, T, m].
+            `auto`: per_block where it can be and blocks have two to sixteen sublayers. The other kernels always read
+            one at a time.
     """
 
     no_decay = frozenset({"query", "mix_scale", "mix_bias"})
@@ -168,40 +167,50 @@ class MSAR(DepthAttention):
         return self.m * self.d_model if self._by_block(torch.bfloat16) and self.kernels != "reference" else 0
 
     def _read_by_block(self, tensors: State, site: Site, options: dict) -> tuple[Tensor, State]:
-        """The read at `site` of a state `(*completed sources, *2 tensors per read to come in the block, partial?)`."""
+        """The read at `site` of a state `(*completed sources, *their scores, *2 tensors per read to come in the block,
+        partial?)`."""
         ops, taps = self.ops(tensors[0]), self.source_taps(site)
         sources, waiting = self._completed(tensors, site)
         partial, partial_taps = None, None
         if self.opens_reads(site):
-            queries = [self.query[read] for read in self.reads_of_block(site)]
-            waiting, sources = ops.open_block(sources, taps, queries, **options)
+            older = (waiting, self._score_rows(site, len(waiting)))
+            reads = (self._queries_from(site), len(self.reads_of_block(site)))
+            waiting, sources, scores = ops.open_block(sources, taps, *older, *reads, **options)
         else:
-            partial, partial_taps = tensors[-1], taps[-1]
-            waiting = waiting[:-1]
+            scores, waiting = waiting[: len(sources)], waiting[len(sources) :]
+            *waiting, partial = waiting
+            partial_taps = taps[-1]
         parameters = (partial, partial_taps, self.query[site.index], *self.mixer(site))
         x, partial = ops.read_block(*waiting[:2], *parameters, gate=self.gate, **options)
-        return x, (*sources, *waiting[2:], *(() if partial is None else (partial,)))
+        return x, (*sources, *scores, *waiting[2:], *(() if partial is None else (partial,)))
 
     def _scores_ahead(self, source: Tensor) -> bool:
-        if self.reader_owns_convs or not FEWEST_AHEAD <= self.block_size:
-            return False
-        return self.block_size <= MAX_READS and hasattr(self.ops(source), "score_block")
+        return not self.reader_owns_convs and hasattr(self.ops(source), "score_source")
 
     def _read_scored(self, tensors: State, site: Site, options: dict) -> tuple[Tensor, State]:
-        """The read at `site` of a state `(*completed sources, their scores for each read to come, partial?)`."""
-        ops, taps = self.ops(tensors[0]), self.source_taps(site)
-        sources, waiting = self._completed(tensors, site)
-        n, partial = len(sources), ()
+        """The read at `site` of a state `(*completed sources, *their scores, partial?)`."""
+        sources, rest = self._completed(tensors, site)
         if self.opens_reads(site):
-            queries = [self.query[read] for read in self.reads_of_block(site)]
-            waiting, sources = ops.score_block(sources, taps, queries, **options)
+            *older, newest = sources
+            queries = self._queries_from(site)
+            of_newest, newest = self.ops(newest).score_source(newest, self.source_taps(site)[-1], queries, **options)
+            sources, scores, partial = (*older, newest), (*rest, of_newest), ()
         else:
-            waiting, partial = waiting[:-1], waiting[-1:]
-        parameters = (taps, self.query[site.index], *self.mixer(site))
-        x, sources = ops.msar_read_through(
-            (*sources, *partial), *parameters, gate=self.gate, scored=waiting[0], **options
+            scores, partial = rest[: len(sources)], rest[len(sources) :]
+        n, N = len(sources), len(sources) + len(partial)
+        parameters = (self.source_taps(site), self.query[site.index], *self.mixer(site))
+        x, through = self.ops(tensors[0]).msar_read_through(
+            (*sources, *partial), *parameters, gate=self.gate, scores=scores, rows=self._score_rows(site, n), **options
         )
-        return x, (*sources[:n], *waiting[1:], *sources[n:])
+        return x, (*through[:n], *through[N:], *through[n:N])
+
+    def _queries_from(self, site: Site) -> list[Tensor]:
+        """Of the read at `site` and all that follow."""
+        return [self.query[read] for read in range(site.index, self.n_sublayers + 1)]
+
+    def _score_rows(self, site: Site, n_completed: int) -> list[int]:
+        """Where the read at `site` is among the scores of each completed source."""
+        return [site.index - n * self.block_size for n in range(n_completed)]
 
     def opens_reads(self, site: Site) -> bool:
         """Whether reads to come share what is computed at `site`; the head's joins those of the last block."""
@@ -217,9 +226,12 @@ class MSAR(DepthAttention):
     def _completed(self, tensors: State, site: Site) -> tuple[State, State]:
         """The sources that were complete when these reads opened, and the rest of the state."""
         n = 1 + site.index // self.block_size
-        if self.opens_block(site) and not self.opens_reads(site):
-            n -= 1
-        return tensors[:n], tensors[n:]
+        if not self.opens_block(site):
+            return tensors[:n], tensors[n:]
+        if not self.opens_reads(site):
+            return tensors[: n - 1], tensors[n - 1 :]
+        # what was the partial sum is the newest of them
+        return (*tensors[: n - 1], tensors[-1]), tensors[n - 1 : -1]
 
     def sources(self, state: State, site: Site) -> State:
         """The sources that the read at `site` sees."""

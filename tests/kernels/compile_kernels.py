@@ -15,9 +15,9 @@ from triton.compiler import ASTSource, compile
 
 from kernels import (
     attnres_read,
-    combining,
     cross_entropy,
     depth_softmax,
+    dots,
     mixing,
     mixing_backward,
     narrow,
@@ -31,12 +31,13 @@ SIZES = (1, 3)
 SOURCES = {"SIZES": SIZES, "D": D, "PACKED": True, "DTYPE": tl.bfloat16}
 TILE = {"STEPS": 4, "WARPS": 4, "BLOCK_D": 64, "EVEN": False}
 WALK = {"READS": 1, "BLOCK_D": 64, "UNROLL": 2, "SHARED": False, "DR_DTYPE": tl.float16, "ADD": True}
-WEIGHTS_ONLY = {"PER_SOURCE": False, "BEND": False, "QUERY": False}
+WHOLE = {"BEND": True, "QUERY": True, "MORE": False}
+WEIGHTS_ONLY = {"BEND": False, "QUERY": False, "MORE": False}
+NORM_ONLY = {"READS": 0, "BEND": True, "QUERY": False, "MORE": True}
 RETRIEVED = SOURCES | TILE | {"READS": 1, "SCALED": True, "BASE": False, "OUT_DTYPE": tl.float16}
 DWEIGHTS = SOURCES | TILE | {"READS": 1, "AT_ONCE": 1, "SHARED": False, "MEANS": False, "DR_DTYPE": tl.float16}
 ONE_CHANNEL = {"BLOCK_D": 32}  # per lane
-DQUERIES = {"READS": 2, "BLOCK_T": 32, "BLOCK_D": 64}
-COMBINED = {"READS": 2, "M": 2, "D": D, "BLOCK_T": 8, "BLOCK_N": 16, "BLOCK_K": 16, "BLOCK_D": 64}
+TWO_PARTS = {"SIZES": SIZES, "PARTS": 2, "BLOCK": 64}
 NARROW = {"COMPUTE": tl.float16}
 WIDE = {"COMPUTE": tl.float32, "p_fit": None, "p_dfit": None}
 NARROW_POINTERS = ("p_weights", "p_slope", "p_bend")
@@ -50,15 +51,21 @@ KERNELS = [
     (attnres_read.forward_kernel, ATTNRES | {"p_gain": None}, 1),
     (attnres_read.backward_kernel, ATTNRES | {"NP": 4, "ADD": True}, 4),
     (attnres_read.query_gradient_kernel, {"D": D, "BLOCK_R": 256, "BLOCK_D": 16}, 8),
-    (streams.score_kernel, SOURCES | TILE | {"READS": 1}, 4),
-    (streams.score_kernel, SOURCES | TILE | {"READS": 2}, 4),
+    (streams.score_kernel, SOURCES | TILE | {"QUERY": True}, 4),
+    (streams.score_kernel, SOURCES | TILE | {"QUERY": False}, 4),
+    (dots.columns_kernel, TWO_PARTS | {"D": D}, 4),
+    (dots.logits_kernel, TWO_PARTS | {"PACKED": True}, 4),
+    (dots.slopes_kernel, {"M": 2, "BLOCK_T": 128, "BLOCK_M": 2}, 4),
+    (dots.units_kernel, {"SIZES": SIZES, "BLOCK": 64}, 4),
+    (dots.spread_kernel, TWO_PARTS | {"PACKED": True}, 4),
+    (dots.parameters_kernel, TWO_PARTS | {"D": D}, 1),
     (streams.retrieve_kernel, RETRIEVED | NARROW | {"BASE": True}, 4),
     (streams.retrieve_kernel, RETRIEVED | NARROW | {"READS": 4}, 4),
     (streams.retrieve_kernel, RETRIEVED | NARROW | ONE_CHANNEL, 4),
     (streams.retrieve_kernel, RETRIEVED | WIDE | {"SCALED": False}, 4),
     (streams.retrieve_kernel, RETRIEVED | WIDE | {"READS": 2}, 4),
     (cross_entropy.cross_entropy_kernel, {"GRADIENT": True, "BLOCK": 1024}, 2),
-    (narrow.narrow_taps_kernel, {"BLOCK_D": 128}, 4),
+    (narrow.narrow_taps_kernel, {"BLOCK_K": 4, "BLOCK_D": 64}, 4),
     (narrow.narrow_weights_kernel, {"READS": 2, "BLOCK": 128}, 4),
     (narrow.fit_kernel, {"LEARNED": True, "NORMS": 4}, 1),
     (narrow.gradient_peaks_kernel, {"READS": 2, "M": 2, "BEND": True, "QUERY": True, "BLOCK": 1024}, 4),
@@ -68,38 +75,36 @@ KERNELS = [
     (streams_backward.dweights_kernel, DWEIGHTS | NARROW | {"MEANS": True}, 4),
     (streams_backward.dweights_kernel, DWEIGHTS | NARROW | {"READS": 3, "AT_ONCE": 2}, 4),
     (streams_backward.dweights_kernel, DWEIGHTS | WIDE | {"SHARED": True}, 4),
-    (combining.dqueries_kernel, SOURCES | DQUERIES | {"PRECISION": "tf32"}, 4),
-    (combining.dqueries_kernel, SOURCES | DQUERIES | {"PRECISION": "ieee", "DTYPE": tl.float32}, 4),
-    (walk.gradient_kernel, SOURCES | WALK | NARROW | {"PER_SOURCE": False, "BEND": True, "QUERY": True}, 1),
-    (walk.gradient_kernel, SOURCES | WALK | WIDE | {"PER_SOURCE": False, "BEND": True, "QUERY": True}, 1),
-    (walk.gradient_kernel, SOURCES | WALK | NARROW | {"READS": 3, "PER_SOURCE": False, "BEND": True, "QUERY": True}, 1),
-    (walk.gradient_kernel, SOURCES | WALK | NARROW | {"PER_SOURCE": True, "BEND": True, "QUERY": False}, 1),
-    (walk.gradient_kernel, SOURCES | WALK | NARROW | WEIGHTS_ONLY, 1),
-    (combining.combine_kernel, COMBINED | {"WEIGHTED": True, "DTYPE": tl.float16}, 4),
-    (combining.combine_kernel, COMBINED | {"WEIGHTED": False, "DTYPE": tl.float16}, 4),
-    (combining.combine_kernel, COMBINED | {"WEIGHTED": True, "DTYPE": tl.float32}, 4),
+    (walk.gradient_kernel, SOURCES | WALK | NARROW | WHOLE, 1),
+    (walk.gradient_kernel, SOURCES | WALK | WIDE | WHOLE, 1),
+    (walk.gradient_kernel, SOURCES | WALK | NARROW | WEIGHTS_ONLY | {"READS": 3}, 1),
+    (walk.gradient_kernel, SOURCES | WALK | NARROW | NORM_ONLY, 1),
     (depth_softmax.weights_kernel, {"BLOCK": 128}, 4),
     (depth_softmax.merge_kernel, {"BLOCK": 128}, 4),
-    (depth_softmax.slopes_kernel, {"READS": 2, "UNITS": True, "MEANS": True, "BLOCK": 128}, 4),
+    (depth_softmax.slopes_kernel, {"READS": 2, "UNITS": True, "MEANS": True, "BEND": True, "BLOCK": 128}, 4),
     (mixing.mix_kernel, MIX | MIX_ROWS | {"SOFTMAX": False, "MEAN": False}, 2),
+    (mixing.narrow_weight_kernel, {"ROWS": 4, "D": D, "BLOCK": 64}, 4),
+    (mixing.narrow_mix_kernel, MIX | {"TILE": 64, "TAIL": 64, "LANES": 64, "SOFTMAX": False}, 2),
     (mixing_backward.weight_kernel, {"D": D, "BLOCK": 64, "PARTS": 2}, 4),
     (mixing_backward.factors_kernel, MIX | {"BLOCK_T": 1, "BLOCK_D": 64, "STAGES": 3, "SOFTMAX": True}, 1),
     (mixing_backward.gradient_kernel, MIX | MIX_GRADIENT | {"WIDTH": 4, "PARTS": 2, "DOT": "half"}, 4),
     (mixing_backward.gradient_kernel, MIX | MIX_GRADIENT | {"WIDTH": 16, "PARTS": 1, "DOT": "tf32x3"}, 4),
 ]
-COUNTS = ("T", "N", "P", "K", "V", "n_tiles", "n_segments", "n_tokens", "count", "tokens", "n_norms")
+COUNTS = ("T", "N", "P", "K", "V", "n_tiles", "n_segments", "n_tokens", "count", "tokens", "n_norms", "n_reads")
 TYPES = {
     "p_out": "*bf16",
     "p_dh": "*bf16",
     "p_r": "*fp16",
     "p_dr": "*fp16",
     "p_parts": "*bf16",
+    "p_columns": "*bf16",
+    "p_weighted": "*fp16",
+    "p_more": "*fp16",
     "p_base": "*fp16",
     "p_table": "*i64",
     "p_target": "*i64",
     "ignored": "i32",
     "p_dr_table": "*i64",
-    "p_row_table": "*i64",
     "p_position": "*i32",
     "p_taps": "*fp16",
     "p_narrow": "*fp16",
@@ -112,13 +117,16 @@ TYPES = {
     "M": "i32",
     "D": "i32",
     "eps": "fp32",
+    "out_peak": "fp32",
     "constant": "fp32",
 }
 
 
 def check(kernel, constants: dict, warps: int, all_one: bool) -> None:
     types = TYPES
-    if constants.get("PARTS") == 1:  # a mix of fp32 streams
+    if kernel is mixing.narrow_mix_kernel:
+        types = TYPES | {"p_weight": "*fp16"}
+    elif constants.get("PARTS") == 1:  # a mix of fp32 streams
         types = TYPES | dict.fromkeys(("p_r", "p_dr", "p_parts"), "*fp32")
     signature, fixed = {}, {}
     for place, name in enumerate(kernel.arg_names):
@@ -127,8 +135,6 @@ def check(kernel, constants: dict, warps: int, all_one: bool) -> None:
             signature[name] = "*fp16"
         elif name in constants:
             signature[name], fixed[(place,)] = "constexpr", value
-        elif value is None and name == "p_du":
-            signature[name] = "*fp16" if constants["DTYPE"] == tl.float16 else "*fp32"
         elif value is None:
             signature[name] = types.get(name, "i32" if name in COUNTS else "*fp32")
         else:

@@ -25,23 +25,33 @@ def ahead_case(
 
 
 def reads(ahead: bool, n_sources, n_reads, sizes=(1, 3, 5), gate="sigmoid", position=None):
-    """The reads of a block with sublayers that return their input, scored ahead or by the reference."""
+    """The reads of a block with sublayers that return their input, completed sources scored ahead or by the reference.
+
+    Every source's scores begin with a read that came before these, as an older source's do.
+    """
     options = {"kernel_sizes": sizes, "position": position}
 
     def function(inputs):
         sources = [inputs[f"v{n}"] for n in range(n_sources)]
         taps = [inputs.get(f"taps{group}") for group in range(n_sources + n_reads - 1)]
-        partial, total, scored = [], 0, [None] * n_reads
+        partial, total, scores = [], 0, []
         if ahead:
-            queries = [inputs[f"query{r}"] for r in range(n_reads)]
-            scored, sources = msar_ahead.score_block(sources, taps[:n_sources], queries, **options)
+            queries = [inputs[f"query{r}"] for r in (0, *range(n_reads))]
+            scored = [
+                msar_ahead.score_source(v, group, queries, **options)
+                for v, group in zip(sources, taps[:n_sources], strict=True)
+            ]
+            scores, sources = zip(*scored, strict=True)
         for r in range(n_reads):
             parameters = [inputs.get(f"{name}{r}") for name in ("query", "weight", "scale", "bias")]
             groups = taps[:n_sources] + ([] if r == 0 else [taps[n_sources + r - 1]])
             seen = [*sources, *partial]
             if ahead:
-                h, seen = msar_read.msar_read_through(seen, groups, *parameters, gate=gate, scored=scored[r], **options)
-                sources, partial = seen[:n_sources], seen[n_sources:]
+                ahead_of_read = {"scores": scores, "rows": [r + 1] * n_sources}
+                h, through = msar_read.msar_read_through(
+                    seen, groups, *parameters, gate=gate, **ahead_of_read, **options
+                )
+                sources, partial, scores = through[:n_sources], through[n_sources : len(seen)], through[len(seen) :]
             else:
                 h = reference.msar_read(seen, groups, *parameters, gate=gate, **options)
             total = total + h
@@ -62,6 +72,8 @@ def reads(ahead: bool, n_sources, n_reads, sizes=(1, 3, 5), gate="sigmoid", posi
         {"n_sources": 2, "n_reads": 2, "T": 9, "dtype": torch.bfloat16, "sizes": (1, 4)},
         {"n_sources": 1, "n_reads": 2, "T": 9, "dtype": torch.bfloat16, "sizes": (1, 4), "query_scale": 0.0},
         {"n_sources": 2, "n_reads": 2, "T": 5, "dtype": torch.float16, "sizes": (1, 4)},
+        {"n_sources": 1, "n_reads": 2, "T": 6, "dtype": torch.float16, "sizes": (1, 4), "query_scale": 0.0},
+        {"n_sources": 2, "n_reads": 2, "T": 9, "sizes": (1, 4), "query_scale": 1e-6, "dtype": torch.bfloat16},
     ],
     ids=lambda options: "-".join(f"{name}={str(value).removeprefix('torch.')}" for name, value in options.items()),
 )
@@ -82,7 +94,6 @@ def test_reads_scored_ahead_match_reference(options):
 @pytest.mark.parametrize("packed", [False, True])
 def test_segments_of_time_join_where_taps_reach_across(packed, monkeypatch):
     monkeypatch.setattr(msar_steps, "SEGMENT", 4)
-    monkeypatch.setattr(msar_steps, "PRODUCT_SEGMENT", 4)
     case = ahead_case(2, 2, 11, D=8, sizes=(1, 3, 6))
     position = (torch.arange(11, device=DEVICE) % 7)[None] if packed else None
     arguments = {"n_sources": 2, "n_reads": 2, "sizes": (1, 3, 6), "position": position}
@@ -119,15 +130,13 @@ def test_scores_that_nothing_uses_leave_the_sources_gradients_alone():
 
     def sources_only(inputs):
         sources, taps = [inputs["v0"], inputs["v1"]], [inputs["taps0"], inputs["taps1"]]
-        _, (first, second) = msar_ahead.score_block(sources, taps, [inputs["query0"]], kernel_sizes=(1, 4))
+        first, second = (
+            msar_ahead.score_source(v, group, [inputs["query0"]], kernel_sizes=(1, 4))[1]
+            for v, group in zip(sources, taps, strict=True)
+        )
         return first + 2 * second
 
     used = {name: case.inputs[name] for name in ("v0", "v1", "taps0", "taps1", "query0")}
     result = Comparison(used, case.dh).run(sources_only)
     assert result["query0"] is None
     assert torch.equal(result["v1"], 2 * case.dh)
-
-
-def test_too_many_reads_are_named():
-    with pytest.raises(ValueError, match="1 to 16 reads, got 17"):
-        msar_ahead.score_block([normal(1, 2, 8)], [None], [normal(1, 8)] * 17, kernel_sizes=(1,))

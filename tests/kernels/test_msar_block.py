@@ -6,7 +6,7 @@ from kernels import reference
 
 pytest.importorskip("triton")
 
-from kernels import msar_block
+from kernels import msar_ahead, msar_block
 
 
 def block_case(n_sources, n_reads, T, D=40, B=1, sizes=(1, 3, 5), dtype=torch.float32, query_scale=0.2) -> Comparison:
@@ -20,6 +20,17 @@ def block_case(n_sources, n_reads, T, D=40, B=1, sizes=(1, 3, 5), dtype=torch.fl
     return Comparison(inputs, normal(B, T, D, dtype=dtype))
 
 
+def opened(sources, taps, queries, options):
+    """What `open_block` returns for sources of which the older were scored when a read before these saw them."""
+    scored = [
+        msar_ahead.score_source(v, group, [queries[0], *queries], **options)
+        for v, group in zip(sources[:-1], taps[:-1], strict=True)
+    ]
+    sources = (*(source for _, source in scored), sources[-1])
+    scores = [of_source for of_source, _ in scored]
+    return msar_block.open_block(sources, taps, scores, [1] * len(scores), queries, len(queries), **options)
+
+
 def block(by_block: bool, n_sources, n_reads, sizes=(1, 3, 5), gate="sigmoid", position=None):
     """The reads of a block with sublayers that return their input: every read feeds the partial sum of the next."""
     options = {"kernel_sizes": sizes, "position": position}
@@ -30,7 +41,7 @@ def block(by_block: bool, n_sources, n_reads, sizes=(1, 3, 5), gate="sigmoid", p
         partial, total = None, 0
         if by_block:
             queries = [inputs[f"query{r}"] for r in range(n_reads)]
-            waiting, sources = msar_block.open_block(sources, taps[:n_sources], queries, **options)
+            waiting, sources, _ = opened(sources, taps[:n_sources], queries, options)
         for r in range(n_reads):
             parameters = [inputs[f"{name}{r}"] for name in ("query", "weight", "scale", "bias")]
             if by_block:
@@ -86,7 +97,7 @@ def test_a_read_that_nothing_uses_leaves_the_others_gradients_alone():
     def first_read_only(inputs):
         sources, taps = [inputs["v0"], inputs["v1"]], [inputs["taps0"], inputs["taps1"]]
         queries = [inputs["query0"], inputs["query1"]]
-        waiting, _ = msar_block.open_block(sources, taps, queries, kernel_sizes=(1, 4))
+        waiting, _, _ = opened(sources, taps, queries, {"kernel_sizes": (1, 4)})
         parameters = [inputs[f"{name}0"] for name in ("query", "weight", "scale", "bias")]
         return msar_block.read_block(*waiting[:2], None, None, *parameters, kernel_sizes=(1, 4))[0]
 
@@ -101,6 +112,6 @@ def test_a_read_that_nothing_uses_leaves_the_others_gradients_alone():
 def test_limits_of_a_block_are_named():
     sources, taps = [normal(1, 2, 8, dtype=torch.float16)], [None]
     with pytest.raises(ValueError, match="bf16 or fp32 sources"):
-        msar_block.open_block(sources, taps, [normal(1, 8)], kernel_sizes=(1,))
+        msar_block.open_block(sources, taps, [], [], [normal(1, 8)], 1, kernel_sizes=(1,))
     with pytest.raises(ValueError, match="1 to 16 reads a block, got 17"):
-        msar_block.open_block([normal(1, 2, 8)], taps, [normal(1, 8)] * 17, kernel_sizes=(1,))
+        msar_block.open_block([normal(1, 2, 8)], taps, [], [], [normal(1, 8)] * 17, 17, kernel_sizes=(1,))

@@ -55,7 +55,8 @@ def scored(make):
     spec = msar_steps.Spec(SIZES, "sigmoid", 1e-5)
     tensors, taps = make()
     sources = msar_steps.Sources([v.bfloat16() for v in tensors], taps, None)
-    logits, rstd = msar_steps.score(spec, sources, normal(2, len(SIZES), D, scale=0.3))
+    of_reads = [msar_steps.score(spec, sources, normal(len(SIZES), D, scale=0.3)) for _ in range(2)]
+    logits, rstd = torch.stack([logits for logits, _ in of_reads]), of_reads[0][1]
     return spec, sources, taps, logits, rstd
 
 

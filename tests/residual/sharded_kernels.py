@@ -13,7 +13,7 @@ SIZES = (1, 4, 8, 12)
 STRATEGIES = {
     "attnres": lambda kernels: AttnRes(2, kernels=kernels),
     "msar": lambda kernels: MSAR(2, kernel_sizes=SIZES, kernels=kernels, schedule="per_read"),
-    "msar_scored_ahead": lambda kernels: MSAR(4, kernel_sizes=SIZES, kernels=kernels, schedule="per_read"),
+    "msar_full": lambda kernels: MSAR(1, kernel_sizes=SIZES, kernels=kernels),
     "msar_per_block": lambda kernels: MSAR(4, kernel_sizes=SIZES, kernels=kernels, schedule="per_block"),
     "msar_reader_owned": lambda kernels: MSAR(2, kernel_sizes=SIZES, conv_owner="reader", kernels=kernels),
     "mhc": lambda kernels: MHC(kernels=kernels),
