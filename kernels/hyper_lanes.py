@@ -190,45 +190,55 @@ def update_gradient_kernel(
 
 @triton.jit
 def factors(p_draw, o_row, m_t, COLS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr):
-    """draw [BLOCK_T, PARTS WIDTH]: in fp32, or what is left of it in bf16 beside what that loses."""
-    o_r = tl.arange(0, PARTS * WIDTH)
-    column = o_r % WIDTH
-    mask = m_t[:, None] & (column < COLS)[None, :]
-    b_draw = tl.load(p_draw + o_row[:, None] * COLS + column[None, :], mask=mask, other=0.0)
+    """draw [BLOCK_T, WIDTH PARTS], column r at PARTS r: in fp32, or what is left in bf16 beside what that loses."""
+    o_r = tl.arange(0, WIDTH)
+    mask = m_t[:, None] & (o_r < COLS)[None, :]
+    b_draw = tl.load(p_draw + o_row[:, None] * COLS + o_r[None, :], mask=mask, other=0.0)
     if PARTS == 2:
         b_high = b_draw.to(tl.bfloat16)
         b_low = (b_draw - b_high.to(tl.float32)).to(tl.bfloat16)
-        b_draw = tl.where((o_r < WIDTH)[None, :], b_high, b_low)
+        b_draw = tl.reshape(tl.join(b_high, b_low), [b_draw.shape[0], 2 * WIDTH])
     return b_draw
 
 
 @triton.jit
 def lanes_gradient_kernel(
-    p_x, p_dh, p_dout, p_pre, p_res, p_draw, p_bend, p_weight, p_dx, p_dweight, P, tokens,
+    p_x, p_dh, p_dout, p_pre, p_res, p_draw, p_bend, p_weight, p_dx, p_dweight, P,
     LATER: tl.constexpr, PROJECT: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, n: tl.constexpr,
     D: tl.constexpr, PARTS: tl.constexpr, DOT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The whole gradient of the lanes, and a partial dW per program. One program: `tokens` tokens, BLOCK_D channels.
+    """The whole gradient of the lanes, and a partial dW per program: BLOCK_D channels of every num_programs(1)-th tile.
+
+    Tiles are taken from the last on, since the pass over the lanes before this one has left their ends in the cache.
 
     Args:
         p_dout: [P, n, D], the gradient of the lanes after the write, with LATER.
-        p_weight: W, its leading part if there are two: what the second adds is under the rounding of dx.
+        p_weight: W in fp32; rounded to bf16 if there are two parts: what the second adds is under the rounding of dx.
         p_dweight: [programs, COLS, n D or D] partial sums.
     """
     o_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     m_d = o_d < D
-    column = tl.arange(0, PARTS * WIDTH) % WIDTH  # W under both parts of draw
+    column = tl.arange(0, PARTS * WIDTH) // PARTS  # W under both parts of draw
     m_rd = (column < COLS)[:, None] & m_d[None, :]
-    o_t = tl.arange(0, BLOCK_T)
+    # int64, so that the many addresses of a tile are one and constants; as int32 they take registers each
+    o_t = tl.arange(0, BLOCK_T).to(tl.int64)
     N_WEIGHTS: tl.constexpr = n if PROJECT == "flat" else 1
     K: tl.constexpr = N_WEIGHTS * D
+    weights = ()
     dweight = ()
-    for _ in tl.static_range(N_WEIGHTS):
-        dweight = dweight + (tl.zeros([BLOCK_D, PARTS * WIDTH], tl.float32),)
-    begin = tl.program_id(1).to(tl.int64) * tokens
-    for start in range(0, tokens, BLOCK_T):
-        first = begin + start
-        m_t = o_t < tl.minimum(tokens - start, P - first)
+    if PROJECT != "none":
+        for j in tl.static_range(N_WEIGHTS):
+            b_w = tl.load(p_weight + j * D + column[:, None] * K + o_d[None, :], mask=m_rd, other=0.0)
+            if PARTS == 2:
+                b_w = b_w.to(tl.bfloat16)
+            weights = weights + (b_w,)
+            dweight = dweight + (tl.zeros([BLOCK_D, PARTS * WIDTH], tl.float32),)
+    n_tiles = tl.cdiv(P, BLOCK_T)
+    # the stages here, not as an option of the launch, which would fetch ahead only what the products need
+    for place in tl.range(tl.program_id(1), n_tiles, tl.num_programs(1), num_stages=STAGES):
+        first = (n_tiles - 1 - place).to(tl.int64) * BLOCK_T
+        m_t = o_t < P - first
         m_td = m_t[:, None] & m_d[None, :]
         b_dh = tl.load(p_dh + first * D + (o_t[:, None] * D + o_d[None, :]), mask=m_td, other=0.0)
         gradients = ()
@@ -250,18 +260,12 @@ def lanes_gradient_kernel(
                     b_dx += factor[:, None] * gradients[i].to(tl.float32)
             if PROJECT != "none":
                 b_x = tl.load(p_x + first * n * D + o_j, mask=m_td, other=0.0)
-                if PROJECT == "flat":
-                    p_w = p_weight + j * D
-                    b_dweight = dweight[j]
-                else:
-                    p_w = p_weight
-                    b_dweight = dweight[0]
+                if PROJECT == "lane":
                     b_draw = factors(p_draw + first * n * COLS, o_t * n + j, m_t, COLS, WIDTH, PARTS)
                     bend = tl.load(p_bend + first * n + (o_t * n + j), mask=m_t, other=0.0)
                 b_dx += bend[:, None] * b_x.to(tl.float32)
-                b_w = tl.load(p_w + column[:, None] * K + o_d[None, :], mask=m_rd, other=0.0)
-                b_dx += product(b_draw, b_w, tl.zeros([BLOCK_T, BLOCK_D], tl.float32), DOT)
-                b_dweight = product(tl.trans(b_x), b_draw, b_dweight, DOT)
+                b_dx = product(b_draw, weights[j % N_WEIGHTS], b_dx, DOT)
+                b_dweight = product(tl.trans(b_x), b_draw, dweight[j % N_WEIGHTS], DOT)
                 if PROJECT == "flat":
                     new_dweight = new_dweight + (b_dweight,)
                 else:
@@ -274,5 +278,5 @@ def lanes_gradient_kernel(
         mask = m_d[:, None] & (o_r < COLS)[None, :]
         p_partial = p_dweight + tl.program_id(1).to(tl.int64) * COLS * K
         for j in tl.static_range(N_WEIGHTS):
-            b_sum = tl.sum(tl.reshape(dweight[j], [BLOCK_D, PARTS, WIDTH]), 1)
+            b_sum = tl.sum(tl.reshape(dweight[j], [BLOCK_D, WIDTH, PARTS]), 2)
             tl.store(p_partial + o_r[None, :] * K + j * D + o_d[:, None], b_sum, mask=mask)

@@ -8,7 +8,7 @@ import triton
 from torch import Tensor
 
 from kernels import hyper_coefficients, hyper_lanes
-from kernels.tiles import DTYPES, aligned, float32, processors
+from kernels.tiles import DTYPES, float32, processors
 
 MAX_LANES = 8
 MAX_ROUNDS = 64
@@ -270,17 +270,14 @@ def lanes_gradient(
     tile = launch("lanes_gradient", n, lanes.dtype)
     n_slices = triton.cdiv(D, tile.channels)
     n_chunks = _n_chunks(P, tile.tokens, n_slices, lanes.device)
-    tokens = triton.cdiv(triton.cdiv(P, n_chunks), tile.tokens) * tile.tokens
-    n_chunks = triton.cdiv(P, tokens)
     n_parts, dot = _precision(lanes.dtype)
-    leading = partial = None
+    partial = None
     if weight is not None:
-        leading = aligned(weight.to(torch.bfloat16)) if n_parts == 2 else float32(weight)
         partial = torch.empty(n_chunks, *weight.shape, dtype=torch.float32, device=lanes.device)
     hyper_lanes.lanes_gradient_kernel[(n_slices, n_chunks)](
-        lanes, dh, dout, through[0], res, *through[1:], leading, dlanes, partial, P, tokens,
+        lanes, dh, dout, through[0], res, *through[1:], float32(weight), dlanes, partial, P,
         LATER=dout is not None, PROJECT=spec.project, COLS=spec.columns, WIDTH=_dot_width(spec.columns), n=n, D=D,
-        PARTS=n_parts, DOT=dot, **tile.options(),
+        PARTS=n_parts, DOT=dot, STAGES=tile.num_stages, **tile.options(),
     )  # fmt: skip
     if partial is None:
         return dlanes, None
