@@ -208,3 +208,13 @@ def test_strategy_overlays_are_read_and_planned(capsys):
         assert run(["plan", *SMALL, "--config", str(path), "--gpus", n_gpus]) == 0, path
         mesh = "2 x 8" if path.stem == "fsdp_multi" else n_gpus
         assert f"ranks: {n_gpus}; mesh (replicate x shard): {mesh}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
+def test_plan_is_of_the_run_that_the_config_describes(compiles):
+    from lit_msar.training.command import ConfigCLI, plan, setup_of
+
+    options = ["--config", f"{CONFIGS}/strategy/fsdp.yaml", "--model.checkpointing=selective"]
+    cli = ConfigCLI([*SMALL, *options, f"--model.compile={compiles}"], plan, skip=("config",))
+    setup = setup_of(cli, n_gpus=2, gpus_per_node=8)
+    assert (setup.compiles, setup.checkpointing, setup.sharded) == (compiles, "selective", True)

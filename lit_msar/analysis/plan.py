@@ -1,23 +1,28 @@
 """Does a run fit? Memory of one GPU, communication and time of a step, from the config alone.
 
-Everything here is an estimate from shapes: what FSDP2 keeps and gathers, what autograd saves per sublayer, what the
+Everything here is an estimate from shapes: what FSDP2 keeps and gathers, what sublayers keep (`activations`), what the
 depth state holds (counted by running the strategy on the meta device). docs/scale.md says where it was measured.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
+from lit_msar.analysis.activations import (
+    alive_in_mlp,
+    kept_by_attention,
+    kept_by_mlp,
+    mlp_parameters,
+    shared_parameters,
+)
 from lit_msar.analysis.cost import backbone, residual_cost, training_flops_per_token
+from lit_msar.analysis.depth_state import DepthState, held_by_depth
 from lit_msar.model import DecoderConfig
 from lit_msar.model.decoder import Checkpointing
 from lit_msar.model.loss import chunk_rows
-from lit_msar.residual import Residual, Vanilla, sites
+from lit_msar.residual import Residual, Vanilla
 
 GIB = 2**30
 STATE_BYTES = 12
@@ -50,6 +55,7 @@ class Setup:
     prefetch: int = 1
     offload_states: bool = False
     async_save: bool = False
+    compiles: bool = False
     sharded: bool = True
 
     def __post_init__(self) -> None:
@@ -78,78 +84,36 @@ class Setup:
 
 @dataclass(frozen=True)
 class Parameters:
-    """Counts: all, one MoE layer as a rank gathers it, embedding or head."""
+    """Counts: all, each layer, each layer as a rank gathers it, embedding or head, the strategy's own."""
 
     total: int
-    layer: int
+    layers: tuple[int, ...]
+    gathered: tuple[int, ...]
     table: int
     residual: int
 
 
 def parameters(setup: Setup) -> Parameters:
-    """Of a setup; a layer's experts are gathered from the ranks that do not spread them."""
+    """Of a setup, norms left out of layers; a layer's experts are gathered from the ranks that do not spread them."""
     config, parts = setup.config, backbone(setup.config)
     residual = residual_cost(config, setup.residual).parameters
-    n_moe = len(config.moe_layers)
-    experts = parts.experts / max(1, n_moe) / setup.expert_parallel
-    moe = parts.attention / config.n_layers + experts + (parts.shared_experts + parts.routers) / max(1, n_moe)
-    dense = parts.attention / config.n_layers + parts.dense_mlp / max(1, config.n_layers - n_moe)
-    return Parameters(parts.total + residual, int(max(moe if n_moe else 0, dense)), parts.head, residual)
+    layers, gathered = [], []
+    for layer in range(config.n_layers):
+        around, of_mlp = parts.attention // config.n_layers, mlp_parameters(config, layer)
+        if config.is_moe(layer):
+            around += (parts.shared_experts + parts.routers) // len(config.moe_layers)
+        layers.append(around + of_mlp)
+        gathered.append(around + of_mlp // (setup.expert_parallel if config.is_moe(layer) else 1))
+    return Parameters(parts.total + residual, tuple(layers), tuple(gathered), parts.head, residual)
 
 
 # ------------------------------------------------------------------------------------------ activations
 
 
-def state_bytes(setup: Setup) -> tuple[float, float]:
-    """Of the depth state, per token: what must stay until the backward, and what one site's state holds at most.
-
-    Without recomputation every tensor that the state ever held stays, and what reads keep; with `full`, those between
-    segments. A state that is itself what the sublayer reads, as Vanilla's, counts among what the sublayer keeps.
-    """
-    residual, config = setup.residual, setup.config
-    options = json.dumps(residual.options, sort_keys=True)
-    return _state_bytes(type(residual), options, config.d_model, config.n_layers, setup.checkpointing == "full")
-
-
-@cache
-def _state_bytes(
-    kind: type[Residual], options: str, d_model: int, n_layers: int, between_segments: bool
-) -> tuple[float, float]:
-    n_tokens = 8
-    with torch.device("meta"), torch.no_grad():
-        strategy = kind(**json.loads(options))
-        strategy.build(d_model, n_layers)
-        state = strategy.begin(torch.empty(1, n_tokens, d_model, dtype=torch.bfloat16))
-        kept, reads, largest = {id(t): t for t in state}, [], 0
-        for site in sites(n_layers)[:-1]:
-            x, state = strategy.read(state, site)
-            reads.append(x)
-            state = strategy.write(state, site, torch.empty(1, n_tokens, d_model, dtype=torch.bfloat16))
-            if not between_segments or (site.index + 1) % (2 * strategy.segment_layers) == 0:
-                kept |= {id(t): t for t in state}
-            largest = max(largest, sum(t.nbytes for t in state))
-    of_reads = [2 * strategy.kept_by_read(site) for site in sites(n_layers)]
-    if between_segments:
-        of_segment = sum(of_reads[: 2 * strategy.segment_layers])
-        return sum(t.nbytes for t in kept.values()) / n_tokens, largest / n_tokens + of_segment
-    stays = sum(t.nbytes for t in kept.values() if all(t is not x for x in reads))
-    return stays / n_tokens + sum(of_reads), largest / n_tokens
-
-
-def attention_bytes(config: DecoderConfig) -> float:
-    """Saved per token: the read, its norm, q k v, q and k after norm and rotation, the output, log-sum-exp."""
-    n_q, n_kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
-    return 2 * (2 * config.d_model + (n_q + 2 * n_kv) + (n_q + n_kv) + n_q) + 4 * config.n_heads
-
-
-def mlp_bytes(config: DecoderConfig, layer: int) -> float:
-    """Saved per token: the read, its norm, and what the products and SwiGLU keep."""
-    D = config.d_model
-    if not config.is_moe(layer):
-        return 2 * (2 * D + 4 * config.d_ff)
-    k, F = config.top_k, config.d_expert
-    router = 4 * D + 4 * 4 * config.n_experts  # an fp32 copy of the norm; scores and their shares
-    return 2 * (2 * D + k * (2 * D + 4 * F) + 4 * config.n_shared_experts * F) + router
+def depth_state(setup: Setup) -> DepthState:
+    """Of a setup's strategy."""
+    config = setup.config
+    return held_by_depth(setup.residual, config.d_model, config.n_layers, setup.checkpointing == "full")
 
 
 def kept_bytes(setup: Setup, layer: int) -> float:
@@ -157,23 +121,40 @@ def kept_bytes(setup: Setup, layer: int) -> float:
     config = setup.config
     if setup.checkpointing == "full":
         return 0.0
+    attention, mlp = kept_by_attention(config), kept_by_mlp(config, layer, setup.compiles)
     if setup.checkpointing == "selective":
-        return attention_bytes(config) + 4 * config.d_model + 8 * config.top_k
-    return attention_bytes(config) + mlp_bytes(config, layer)
+        choice = (4 + 3 * 8) * config.top_k if config.is_moe(layer) else 0  # top-k's and sort's values and indices
+        return sum(attention.values()) + mlp["read"] + choice
+    return sum(attention.values()) + sum(mlp.values())
 
 
 def working_bytes(setup: Setup, layer: int) -> float:
-    """A layer in its backward, per token: what is computed again, and gradients of what its widest sublayer saved."""
-    of_mlp = mlp_bytes(setup.config, layer)
-    again = {"none": 0.0, "selective": of_mlp, "full": attention_bytes(setup.config) + of_mlp}[setup.checkpointing]
-    return again + state_bytes(setup)[1] + 0.6 * of_mlp
+    """At the peak of an MLP's backward, beside what was kept: what is computed again, and gradients."""
+    config, recomputes = setup.config, setup.checkpointing != "none"
+    stays, moments = alive_in_mlp(config, layer, setup.compiles, recomputes)
+    # a gradient is bf16 as the product gives it; of fp32 weights there is an fp32 copy
+    of_weight = 2 if setup.sharded else 2 + 4
+    of_mlp = of_weight * mlp_parameters(config, layer) / setup.expert_parallel
+    of_shared = of_weight * shared_parameters(config, layer)
+    if setup.checkpointing == "none":  # the sublayers' part counts all that was kept; some of it is gone
+        per_token = sum(stays.values()) - sum(kept_by_mlp(config, layer, setup.compiles).values())
+    else:
+        per_token = sum(stays.values()) - stays["read"]
+    if setup.checkpointing == "full":
+        per_token += stays["read"] + _kept_by_segment(setup, layer)
+    per_token += depth_state(setup).working[layer]
+    return max(
+        setup.tokens * (per_token + held.per_token) + of_mlp * held.gradient + of_shared * (held.gradient > 0)
+        for held in moments
+    )
 
 
-def head_bytes(setup: Setup) -> float:
-    """Logits of a chunk, which become their gradient, the hidden states' gradient, the head's own in fp32 and bf16."""
-    D, V = setup.config.d_model, setup.config.vocab_size
-    chunk = min(setup.tokens, chunk_rows(setup.tokens, V, 2))
-    return 2 * chunk * V + 2 * setup.tokens * D + (4 + 2) * V * D
+def _kept_by_segment(setup: Setup, layer: int) -> float:
+    """What the sublayers before the MLP of `layer` keep, per token, once its segment has been computed again."""
+    config = setup.config
+    first = layer - layer % setup.residual.segment_layers
+    mlps = sum(sum(kept_by_mlp(config, i, setup.compiles).values()) for i in range(first, layer))
+    return mlps + (layer + 1 - first) * sum(kept_by_attention(config).values())
 
 
 # ------------------------------------------------------------------------------------------ one GPU
@@ -182,48 +163,86 @@ def head_bytes(setup: Setup) -> float:
 def memory(setup: Setup) -> dict[str, float]:
     """Bytes on one GPU at the peak, by what holds them.
 
-    The peak is the loss, when all activations are kept, or the backward of some layer: on the way down activations go
-    and gradients come, unless earlier micro-steps left them.
+    The peak is the loss, when all activations are kept, or the backward of some MLP: on the way down activations go and
+    gradients come, unless earlier micro-steps left them.
     """
     return max(_moments(setup), key=lambda moment: sum(moment.values()))
 
 
 def _moments(setup: Setup) -> Iterator[dict[str, float]]:
     count, n_layers = parameters(setup), setup.config.n_layers
-    share = count.total / setup.n_shards
-    if setup.sharded:
-        n_live = n_layers if not setup.reshard_after_forward else min(2 + setup.prefetch, n_layers)
-        # gradients of one layer in bf16, and two layers' copies in fp32 on their way through the reduction
-        reduced, own = 2 * count.layer + 2 * 4 * count.layer, 4 * count.residual
-    else:
-        n_live = 1 if setup.checkpointing == "full" else n_layers
-        reduced, own = 2 * count.layer, 0
-    state = state_bytes(setup)[0]
-    kept = [kept_bytes(setup, layer) for layer in range(n_layers)]
+    state, last, table = depth_state(setup).kept, n_layers - 1, count.table
+    kept = [setup.tokens * kept_bytes(setup, layer) for layer in range(n_layers)]
+    n_gathered = _gathered(setup, count, last)
+    resharded = setup.sharded and setup.reshard_after_forward
+    of_hidden = 2 * 2 * setup.tokens * setup.config.d_model  # norm of the hidden states, and its gradient
 
-    def moment(done: float, n_gathered: int, n_kept: int, working: float) -> dict[str, float]:
-        gradients = 1.0 if setup.accumulate > 1 else done
-        parts = {
-            "parameters (fp32)": 4 * share,
-            "AdamW's moments (fp32)": 8 * share,
-            "gradients (fp32)": 4 * share * gradients,
+    def moment(working: float, n_kept: int = n_layers, state: float = state[-1], **counts: float) -> dict[str, float]:
+        activations = {
+            "depth state": setup.tokens * state,
+            "sublayers, kept": sum(kept[:n_kept]),
+            "head, or one MLP's backward": working,
         }
-        if setup.offload_states:
-            parts = dict.fromkeys(parts, 0.0)
-        return parts | {
-            "gathered weights (bf16)": 2 * (n_gathered * count.layer + count.table) + own,
-            "depth state": setup.tokens * state * n_kept / n_layers,
-            "sublayers, kept": setup.tokens * sum(kept[:n_kept]),
-            "head, or one layer's backward with its reduction": working,
-        }
+        return _weights(setup, count, **counts) | activations
 
-    n_gathered = n_live if not (setup.sharded and setup.reshard_after_forward) else 1
-    yield moment(0.0, n_gathered, n_layers, head_bytes(setup))
+    # the loss: logits of a chunk, which become their gradient; the head's gradient in fp32; its weights, and the
+    # buffer they were gathered in
+    chunk = min(setup.tokens, chunk_rows(setup.tokens, setup.config.vocab_size, 2))
+    in_loss = 2 * chunk * setup.config.vocab_size + of_hidden + 4 * table
+    yield moment(in_loss, gathered=(0 if resharded else n_gathered) + (1 + setup.sharded) * table)
+    # the head's backward: that gradient, scaled, and where weights are gathered in bf16
+    scaled = of_hidden + (4 + 4 + 2 * setup.sharded) * table
+    yield moment(scaled, gathered=(count.gathered[last] if resharded else n_gathered) + table)
+    done = table
     for layer in reversed(range(n_layers)):
-        working = setup.tokens * working_bytes(setup, layer) + reduced
-        # the tables' gradients are the first and the last
-        done = (count.table + (n_layers - layer) * (count.total - 2 * count.table) / n_layers) / count.total
-        yield moment(done if layer else 1.0, n_live, layer + 1, working)
+        # a unit's gradients leave in one fp32 buffer, which stays until the next unit's do
+        leaving = table if layer == last else count.gathered[layer + 1]
+        n_gathered, working = _gathered(setup, count, layer), working_bytes(setup, layer)
+        yield moment(working, layer + 1, state[layer], done=done, gathered=n_gathered, leaving=leaving)
+        done += count.layers[layer]
+    # the embedding's backward
+    leaving = max(table, count.gathered[0])
+    yield moment(2 * table, 0, 0.0, done=done, gathered=table * setup.sharded, leaving=leaving)
+
+
+def _weights(
+    setup: Setup, count: Parameters, done: float = 0.0, gathered: float = 0.0, leaving: float = 0.0
+) -> dict[str, float]:
+    """Bytes of parameters and what belongs to them.
+
+    Args:
+        done: parameters whose gradients the ranks share.
+        gathered: those that are whole in bf16.
+        leaving: those whose gradients are on their way to their ranks.
+    """
+    share, all_done = count.total / setup.n_shards, setup.accumulate > 1
+    states = {
+        "parameters (fp32)": 4 * share,
+        "AdamW's moments (fp32)": 8 * share,
+        "gradients (fp32)": 4 * (count.total if all_done else done) / setup.n_shards,
+    }
+    if setup.offload_states:
+        states = dict.fromkeys(states, 0.0)
+    # the root unit stays gathered, and its gradients are the last to leave
+    own = 4 * count.residual * setup.sharded
+    return states | {
+        "gathered weights": 2 * gathered + own,
+        "gradients on their way": 4 * leaving * setup.sharded + own,
+    }
+
+
+def _gathered(setup: Setup, count: Parameters, layer: int) -> int:
+    """Parameters that are whole in bf16 while `layer` is differentiated."""
+    up_to = sum(count.gathered[: layer + 1])
+    if not setup.sharded:  # casts, which autograd keeps
+        return count.gathered[layer] if setup.checkpointing == "full" else up_to
+    if not setup.reshard_after_forward:
+        return up_to
+    n_ahead = setup.prefetch
+    if not setup.config.is_moe(layer):  # untold, FSDP2 gathers one unit ahead; for a MoE layer that is its router
+        n_ahead = max(1, n_ahead)
+    embedding = count.table if layer == 0 and not setup.config.is_moe(0) else 0
+    return sum(count.gathered[max(0, layer - n_ahead) : layer + 1]) + embedding
 
 
 def total_gib(setup: Setup) -> float:
@@ -288,7 +307,7 @@ def step_seconds(setup: Setup, mfu: float) -> tuple[float, float]:
     if not setup.sharded or setup.n_gpus == 1:
         return computing, 0.0
     count, config = parameters(setup), setup.config
-    gathered = config.n_layers * count.layer + 2 * count.table
+    gathered = sum(count.gathered) + 2 * count.table
     gathers = 1 + setup.reshard_after_forward
     part = (setup.n_shards - 1) / setup.n_shards
     sharding = part * gathered * (2 * gathers + 4)

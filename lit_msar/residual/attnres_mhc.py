@@ -46,6 +46,9 @@ class AttnResMHC(Residual):
     def inspect(self, state: State, site: Site) -> dict[str, Tensor]:
         return self.mhc.inspect(state[:1], site) | self.attnres.inspect(state[1:], site)
 
+    def kept_by_write(self, site: Site) -> int:
+        return self.mhc.kept_by_write(site)
+
     def is_without_decay(self, name: str) -> bool:
         owner, _, own_name = name.partition(".")
         return self.get_submodule(owner).is_without_decay(own_name)

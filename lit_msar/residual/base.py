@@ -130,6 +130,17 @@ class Residual(Initialized):
         """Elements of two bytes, per token, that a fused read keeps for the backward beside sources and statistics."""
         return 0
 
+    def kept_by_write(self, site: Site) -> int:
+        """The same of the write: y, where its weight has a gradient; then the gradient of y is a tensor of its own."""
+        return 0
+
+    def waiting(self, site: Site) -> int:
+        """Elements of two bytes, per token, that wait in the state after sublayer `site` for reads to come.
+
+        In the backward pass the gradients that these reads left wait there instead.
+        """
+        return 0
+
     def is_without_decay(self, name: str) -> bool:
         """Whether the parameter `name` (relative to the strategy) gets no weight decay."""
         return name.split(".", 1)[0] in self.no_decay

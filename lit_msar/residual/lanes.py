@@ -62,6 +62,9 @@ class LaneResidual(Residual):
             return (ops.update(lanes, y, post, res),)
         return ops.update_and_project(lanes, y, post, res, weight)
 
+    def kept_by_write(self, site: Site) -> int:
+        return self.d_model
+
     def apply_multiply_adds(self) -> int:
         """Multiply-adds of `pre x` and of `res x + post^T y`."""
         return (self.n_lanes + self.n_lanes**2 + self.n_lanes) * self.d_model

@@ -166,6 +166,11 @@ class MSAR(DepthAttention):
     def kept_by_read(self, site: Site) -> int:
         return self.m * self.d_model if self._by_block(torch.bfloat16) and self.kernels != "reference" else 0
 
+    def waiting(self, site: Site) -> int:
+        opening = Site(site.index - site.index % self.block_size, site.n_sublayers)
+        n_to_come = sum(read > site.index for read in self.reads_of_block(opening))
+        return n_to_come * self.kept_by_read(site)
+
     def _read_by_block(self, tensors: State, site: Site, options: dict) -> tuple[Tensor, State]:
         """The read at `site` of a state `(*completed sources, *their scores, *2 tensors per read to come in the block,
         partial?)`."""

@@ -196,6 +196,7 @@ def setup_of(cli: ConfigCLI, n_gpus: int, gpus_per_node: int) -> Setup:
         trainer["accumulate_grad_batches"],
         n_gpus,
         gpus_per_node,
+        compiles=module.compiles,
         sharded=sharded,
         **options,
     )

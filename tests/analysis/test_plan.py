@@ -4,27 +4,23 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import small_config
 
 from lit_msar.analysis.plan import (
     GIB,
+    RESERVE_GIB,
     Setup,
-    attention_bytes,
     enough_gpus,
     host_gib,
+    kept_bytes,
     memory,
-    mlp_bytes,
     parameters,
     print_plan,
     remedies,
-    state_bytes,
     step_seconds,
     total_gib,
 )
 from lit_msar.model import Decoder, DecoderConfig
-from lit_msar.model.attention import sequence_of
-from lit_msar.model.layers import RMSNorm
-from lit_msar.residual import MHC, MSAR, Vanilla
+from lit_msar.residual import MHC, MSAR, AttnRes, Vanilla
 
 SIZES = Path(__file__).parents[2] / "configs" / "size"
 
@@ -51,7 +47,7 @@ def test_states_are_16_bytes_per_parameter_over_the_ranks_that_share_a_copy():
 def test_gradients_count_where_they_are_at_the_peak():
     short, long = setup_of("18b", n_gpus=8, seq_len=1024), setup_of("18b", n_gpus=64, batch_size=4)
     total = parameters(short).total
-    assert memory(short)["gradients (fp32)"] == pytest.approx(4 * total / 8)  # the end of the backward
+    assert memory(short)["gradients (fp32)"] > 0.9 * 4 * total / 8  # towards the end of the backward
     assert memory(long)["gradients (fp32)"] < 0.1 * 4 * total / 64  # its beginning, with all activations
 
 
@@ -60,71 +56,51 @@ def meta_decoder(setup):
         return Decoder(setup.config, type(setup.residual)(**setup.residual.options))
 
 
-def test_layer_that_is_gathered_is_the_largest_of_the_model():
+def test_layers_that_are_gathered_are_those_of_the_model():
     setup = setup_of()
-    layers = meta_decoder(setup).layers
-    largest = max(sum(p.numel() for p in layer.parameters()) for layer in layers)
-    assert parameters(setup).layer == pytest.approx(largest, rel=1e-4)  # norms are left out
-    spread = parameters(setup_of(n_gpus=8, expert_parallel=8)).layer
-    assert spread < largest / 6
+    of_model = [sum(p.numel() for p in layer.parameters()) for layer in meta_decoder(setup).layers]
+    assert parameters(setup).gathered == pytest.approx(of_model, rel=1e-4)  # norms are left out
+    spread = parameters(setup_of(n_gpus=8, expert_parallel=8))
+    assert spread.layers == parameters(setup).layers
+    assert spread.gathered[0] == spread.layers[0]
+    assert max(spread.gathered[1:]) < of_model[1] / 6
 
 
-def saved_bytes(module, *inputs):
-    """What autograd keeps of a forward, parameters left out."""
-    own, kept = {p.untyped_storage().data_ptr() for p in module.parameters()}, {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes(), tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        module(*inputs)
-    return sum(n_bytes for n_bytes, _ in kept.values())
+MEASURED = {
+    "Vanilla": (Vanilla(), 82.87),
+    "AttnRes": (AttnRes(), 83.89),
+    "mHC": (MHC(), 97.17),
+    "MSAR, per_block": (MSAR(), 97.79),
+    "MSAR, per_read": (MSAR(schedule="per_read"), 84.0),
+}
+"""GiB at the peak of the 10B model on two H200s (torch 2.11): four sequences of 8192 each, selective, compiled."""
 
 
-class FusedNorm(torch.autograd.Function):
-    """Keeps what the GPU's RMSNorm keeps: the input and a number per row; the CPU's keeps fp32 copies."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, x[..., 0].float())
-        return x * weight
-
-
-@pytest.mark.parametrize("kind", ["attention", "dense", "moe"])
-def test_saved_bytes_are_what_autograd_saves(kind, monkeypatch):
-    """In bf16 weights, as FSDP2 gathers them; the router in fp32."""
-    monkeypatch.setattr(RMSNorm, "forward", lambda self, x: FusedNorm.apply(x, self.weight))
-    config = small_config(d_model=128, n_heads=8, n_kv_heads=2, head_dim=16, d_ff=256, d_expert=64, n_experts=12)
-    decoder = Decoder(config, Vanilla(), torch.bfloat16)
-    decoder.initialize(0)
-    decoder.layers.bfloat16()
-    layer = decoder.layers[0 if kind == "dense" else 1]
-    if kind == "moe":
-        layer.mlp.router.float()
-    x = torch.randn(2, 64, 128, dtype=torch.bfloat16, requires_grad=True)
-    if kind == "attention":
-        sequence = sequence_of(torch.zeros(2, 64, dtype=torch.long), None, config)
-        seen, expected = saved_bytes(layer.attention, x, sequence), attention_bytes(config)
-    else:
-        seen, expected = saved_bytes(layer.mlp, x), mlp_bytes(config, 0 if kind == "dense" else 1)
-    assert expected * 128 == pytest.approx(seen, rel=0.1)
+@pytest.mark.parametrize("name", MEASURED)
+def test_plan_is_what_two_gpus_measured(name):
+    """The aim is 10 %."""
+    residual, measured = MEASURED[name]
+    setup = setup_of(residual=residual, n_gpus=2, checkpointing="selective", batch_size=4, compiles=True)
+    assert total_gib(setup) - RESERVE_GIB == pytest.approx(measured, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("residual", "per_sublayer"),
-    [(Vanilla, 0), (lambda: MSAR(4, schedule="per_read"), 1), (lambda: MSAR(4), 1 + 4), (MHC, 4)],
-    ids=["what is read", "blocks", "blocks and retrieved streams", "lanes"],
-)
-def test_depth_state_keeps_one_tensor_per_write_or_its_lanes(residual, per_sublayer):
-    setup = setup_of(residual=residual())
-    kept, _ = state_bytes(setup)
-    D, L = setup.config.d_model, setup.config.n_layers
-    assert kept == pytest.approx(2 * D * (2 * L + 1) * per_sublayer, rel=0.05, abs=2 * D)
-    between_layers, _ = state_bytes(replace(setup, checkpointing="full"))
-    assert between_layers < 0.65 * 2 * D * (2 * L + 1) * max(per_sublayer, 1)
+def test_compiled_sublayers_keep_less():
+    eager = setup_of(n_gpus=8)
+    compiled = replace(eager, compiles=True)
+    assert total_gib(compiled) < total_gib(eager)
+    for layer in (0, 1):
+        config = eager.config
+        silu = config.d_ff if layer == 0 else (2 * config.top_k + 1) * config.d_expert  # and SwiGLU before its weight
+        numbers = 0 if layer == 0 else 2 * config.top_k + 4  # sorted weights and a sum
+        assert kept_bytes(eager, layer) - kept_bytes(compiled, layer) == 2 * silu + numbers
+
+
+def test_layers_ahead_are_gathered_beside_the_one_that_computes():
+    setup = setup_of(residual=Vanilla(), n_gpus=2, batch_size=4, checkpointing="selective")
+    layers = parameters(setup).gathered
+    gathered = [memory(replace(setup, prefetch=ahead))["gathered weights"] for ahead in (0, 1, 2)]
+    assert gathered == [2 * layers[1] * n for n in (1, 2, 3)]
+    assert memory(replace(setup, reshard_after_forward=False))["gathered weights"] > 2 * 0.9 * sum(layers)
 
 
 def test_ten_billion_fit_two_large_gpus_and_not_one():
