@@ -5,9 +5,9 @@
     s_rji[s] = slope_rj[s + i]                              dv[s] = sum_rji s_rji[s] (q_rj taps_ji)
     dz_rji = sum_s s_rji[s] v[s]     dq_rj = sum_i taps_ji dz_rji     dtaps_ji = sum_r q_rj dz_rji
 
-A column c = (r, j, i), C in all, is a read's query times one tap of a stream (times 1 for an identity stream). The products
-are the library's; the kernels here make their operands and sum what they give along time. Operands that must be as good as
-fp32 are two parts of the sources' half precision, each in units of the column's largest value.
+A column c = (r, j, i), C in all, is a read's query times one tap of a stream (times 1 for an identity stream). The
+products are the library's; the kernels here make their operands and sum what they give along time. Operands that must
+be as good as fp32 are two parts of the sources' half precision, each in units of the column's largest value.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.reference import n_taps
-from kernels.tiles import TRITON_DTYPES, first_tap, learned, load_rows, n_streams, width
+from kernels.tiles import first_tap, learned, load_rows, n_streams, width
 
 LOW_PART = tl.constexpr(256.0)  # what the second of two parts is multiplied by: the first leaves 2^-9 or less
 OUT_PEAK = 2.0**14  # bound of a sum over all columns in fp16
@@ -107,7 +107,7 @@ def logits_kernel(
     p_z, p_peaks, p_rstd, p_position, p_logits, T, P, n_reads,
     SIZES: tl.constexpr, PARTS: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Logits [R, P, m]: rstd times the sum of a stream's columns z [PARTS, C, P], each as many tokens later as its tap."""
+    """Logits [R, P, m]: rstd times the sum of a stream's columns z [PARTS, C, P], each read as far back as its tap."""
     M: tl.constexpr = n_streams(SIZES)
     COLUMNS: tl.constexpr = first_column(SIZES, M)
     r = tl.program_id(1)
@@ -154,7 +154,7 @@ def units_kernel(
     p_peaks, p_slope_peaks, p_unit, p_factors, count, out_peak,
     SIZES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What a stored value of dv counts, so that no sum exceeds `out_peak`, and each column's largest value in it: [C]."""
+    """What a stored value of dv counts, so that no sum exceeds `out_peak`, and columns' largest values in it [C]."""
     M: tl.constexpr = n_streams(SIZES)
     COLUMNS: tl.constexpr = first_column(SIZES, M)
     o_c = tl.arange(0, BLOCK)
@@ -195,8 +195,10 @@ def parameters_kernel(
     p_dz, p_slope_peaks, p_query, p_taps, p_dquery, p_dtaps, n_reads,
     SIZES: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of queries [R, m, D] and taps [K, D] from dz [PARTS, C, D] over the slopes' largest values; a program per
-    stream and BLOCK channels."""
+    """Gradients of queries [R, m, D] and taps [K, D] from dz [PARTS, C, D] over the slopes' largest values.
+
+    One program: a stream, BLOCK channels.
+    """
     for j in tl.static_range(n_streams(SIZES)):
         if tl.program_id(1) == j:
             parameters_of_stream(

@@ -217,8 +217,10 @@ def narrow_streams(p_token, ratios, o_d, M: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def added_narrow_sums(parts, rows, p_weight, o_d, M: tl.constexpr, D: tl.constexpr):
-    """`parts` plus what the channels o_d add to the squares and the M sums S_k: products of up to four streams are added
-    in fp16, two channels an instruction, before fp32 takes over."""
+    """`parts` plus what the channels o_d add to the squares and the M sums S_k.
+
+    Products of up to four streams are added in fp16, two channels an instruction, before fp32 takes over.
+    """
     out = ()
     for k in tl.static_range(M + 1):
         b_total = parts[k]

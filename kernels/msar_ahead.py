@@ -1,7 +1,7 @@
 """Scores of a source for all reads to come, computed once when it is complete; for producers' convs.
 
-A completed source is expanded once forward, for the norms of its streams, and once more backward; the logits of all later
-reads are matrix products. What travels to the reads is small: 4 m bytes per source, token and later read.
+A completed source is expanded once forward, for the norms of its streams, and once more backward; the logits of all
+later reads are matrix products. What travels to the reads is small: 4 m bytes per source, token and later read.
 """
 
 from collections.abc import Sequence
@@ -63,8 +63,8 @@ def score_source(
         queries: R tensors [m, D], one per read.
         kernel_sizes, eps, position: see `reference.msar_read`.
     Returns:
-        [R + 1, B, T, m] in fp32, the reads' logits and rstd, for `msar_read_through(scores=)`; and the source, which the
-        reads take from here.
+        [R + 1, B, T, m] in fp32, the reads' logits and rstd, for `msar_read_through(scores=)`; and the source, which
+        the reads take from here.
     Raises:
         ValueError: inputs beyond a limit of the kernels, by name.
     """

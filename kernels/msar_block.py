@@ -1,15 +1,15 @@
 """The MSAR reads of a block on the GPU, in two phases; for convs that belong to the sources' producers.
 
-When a block opens, all its reads see the same completed sources through the same convs, so one expansion serves them all
-(`open_block`), which also scores the newest of them for these and all later reads, once and for all. Each read then adds the one source that is new to it, the running partial sum, and mixes
-(`read_block`):
+When a block opens, all its reads see the same completed sources through the same convs, so one expansion serves them
+all (`open_block`); it also scores the newest of them for these and all later reads. Each read then adds the one source
+that is new to it, the running partial sum, and mixes (`read_block`):
 
     a_p = sigmoid(e_p - lse)            r = (1 - a_p) r_completed + a_p u_p
 
 Backward likewise: the reads leave the gradients of their retrieved streams, and when the last one (the block's first)
-is done, one walk per completed source turns them into the gradients of sources and taps; that of the newest ends what all
-reads made of its norms, too. Between the phases
-r_completed [B, T, m, D] of every read and its statistics [2, B, T, m] wait; for the backward pass a read keeps its r.
+is done, one walk per completed source turns them into the gradients of sources and taps; the newest one's takes what
+all reads made of its norms along. Between the phases r_completed [B, T, m, D] of every read and its statistics
+[2, B, T, m] wait; for the backward pass a read keeps its r.
 
 The two functions agree on what travels between them as gradients: in the place of r_completed's gradient its values in
 units, in the place of the statistics' (log-sum-exp, scale) the mean of the weights' gradient and those units.
@@ -46,8 +46,8 @@ from kernels.tiles import aligned, check_sources, check_streams, float32, table
 
 
 class _OpenBlock(torch.autograd.Function):
-    """Phase 1 of R reads; inputs are N sources, the scores of all but the last, N taps (or none), and the queries of these
-    reads and all that follow."""
+    """Phase 1 of R reads; inputs are N sources, the scores of all but the last, N taps (or none), and the queries of
+    these reads and all that follow."""
 
     @staticmethod
     def forward(ctx, spec, position, rows, n_reads, n_taps, *tensors):

@@ -199,10 +199,10 @@ class Ahead:
 
 def scores_ahead_backward(spec: Spec, sources: Sources, ahead: Ahead, dlogits: Tensor) -> tuple[Tensor, Tensor]:
     """For dlogits [R, P, m] the gradients of queries and taps [K, D]; the one source's goes to its buffer."""
-    dots_ = ahead.backward(spec, sources.tensors[0], sources.position, dlogits)
-    of_scores, rstd = (None, dots_.bend[None], None), ahead.rstd[None]
-    _, of_norm = walk_sources(spec, sources, slice(0, 1), None, None, of_scores, rstd=rstd, more=dots_.source)
-    return dots_.queries, dots_.taps + of_norm[0]
+    of_dots = ahead.backward(spec, sources.tensors[0], sources.position, dlogits)
+    of_scores, rstd = (None, of_dots.bend[None], None), ahead.rstd[None]
+    _, of_norm = walk_sources(spec, sources, slice(0, 1), None, None, of_scores, rstd=rstd, more=of_dots.source)
+    return of_dots.queries, of_dots.taps + of_norm[0]
 
 
 def scores_of(scores: Sequence[Tensor], rows: Sequence[int], n_reads: int) -> tuple[Tensor, Tensor]:
@@ -330,7 +330,7 @@ def block_backward(
         ahead: of the last source, for these reads and those that follow.
         of_later: gradients of its logits for those that follow [R', P, m], None for none.
     Returns:
-        Gradients of the older sources' logits [R, N - 1, P, m], of the taps [N, K, D] and of the queries [R + R', m, D].
+        Gradients of the older sources' logits [R, N - 1, P, m], of the taps [N, K, D], of the queries [R + R', m, D].
     """
     R, N, n = *weights.shape[:2], weights.shape[1] - 1
     dr_table = table(drs)
@@ -357,7 +357,7 @@ def softmax_backward(
     weights: Tensor, rstd: Tensor, logits: Tensor | None, dweights: Tensor, units: Tensor | float,
     means: Tensor | None, width: int,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Weights in units of dr and slopes [R, N, P, m], and with logits bend [N, P, m]: see `depth_softmax.slopes_kernel`."""
+    """Weights in units of dr and slopes [R, N, P, m], with logits also bend [N, P, m]: `depth_softmax.slopes_kernel`."""
     R, N, P, m = weights.shape
     scaled, slope = torch.empty_like(dweights), torch.empty_like(dweights)
     bend = None if logits is None else torch.empty_like(rstd)
@@ -414,8 +414,8 @@ def walk_sources(
 
     Args:
         dr_table: of R tensors, and their weights [R, N, P, m]; both None for no reads.
-        of_scores: slope and bend [part, P, m] and query [m, D] of a read that scored the part itself; slope and query are
-            None where only the norm is left to differentiate.
+        of_scores: slope and bend [part, P, m] and query [m, D] of a read that scored the part itself; slope and query
+            are None where only the norm is left to differentiate.
         rstd: [N, P, m]; N counts all sources.
         more: [P, D] and what its values count, one number: another gradient of the part, one source.
         again: whether to add to what a walk before this one left in the buffers.

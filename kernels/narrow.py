@@ -216,7 +216,7 @@ def narrow_gradients(
         fits: of these sources, from `fit`.
         width: D.
     Returns:
-        Weights [N, P, m, R], slope and bend [N, P, m]; the powers of two in them [2, N], of weights and bend, and of slope.
+        Weights [N, P, m, R], slope and bend [N, P, m]; the powers of two in them [2, N]: of weights and bend, of slope.
     """
     N, P, m = rstd.shape
     R, half = 0 if weights is None else len(weights), torch.float16
