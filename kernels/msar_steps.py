@@ -357,7 +357,7 @@ def softmax_backward(
     weights: Tensor, rstd: Tensor, logits: Tensor | None, dweights: Tensor, units: Tensor | float,
     means: Tensor | None, width: int,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Weights in units of dr and slopes [R, N, P, m], with logits also bend [N, P, m]: `depth_softmax.slopes_kernel`."""
+    """Weights in units of dr, slopes [R, N, P, m] and, with logits, bend [N, P, m]: `depth_softmax.slopes_kernel`."""
     R, N, P, m = weights.shape
     scaled, slope = torch.empty_like(dweights), torch.empty_like(dweights)
     bend = None if logits is None else torch.empty_like(rstd)
