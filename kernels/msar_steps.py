@@ -321,36 +321,38 @@ def weights_gradient(
 
 def block_backward(
     spec: Spec, sources: Sources, weights: Tensor, rstd: Tensor, drs: Sequence[Tensor], units: Tensor, means: Tensor,
-    ahead: Ahead, of_later: Tensor | None,
+    ahead: Ahead, of_later: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of all that the R reads of a block did with N sources, of which the last was scored here.
 
     Args:
-        weights: [R, N, P, m]; rstd, drs, units, means: see `sources_backward`.
+        weights: [R, N, P, m]; rstd: [N, P, m].
+        drs: R tensors [P, m, D], whose values count units [R, P, m].
+        means: [R, P, m], sum over all sources of a read of weight times its gradient; NaN for a read that has no other
+            sources, for which it is summed here.
         ahead: of the last source, for these reads and those that follow.
-        of_later: gradients of its logits for those that follow [R', P, m], None for none.
+        of_later: gradients of its logits for those that follow [R', P, m].
     Returns:
         Gradients of the older sources' logits [R, N - 1, P, m], of the taps [N, K, D], of the queries [R + R', m, D].
     """
-    R, N, n = *weights.shape[:2], weights.shape[1] - 1
+    R, N = weights.shape[:2]
+    older, last = slice(0, N - 1), slice(N - 1, N)
     dr_table = table(drs)
     dweights, _ = weights_gradient(spec, sources, rstd, drs, dr_table)
     scaled, slope, _ = softmax_backward(weights, rstd, None, dweights, units, means, sources.shape[2])
     dlogits = slope / rstd
-    of_last = dlogits[:, n] if of_later is None else torch.cat((dlogits[:, n], of_later))
-    of_dots = ahead.backward(spec, sources.tensors[n], sources.position, of_last)
-    older, last, dtaps = slice(0, n), slice(n, N), []
+    of_dots = ahead.backward(spec, sources.tensors[-1], sources.position, torch.cat((dlogits[:, -1], of_later)))
+    dtaps = 0
     for group in reads_at_once(R, READS_OF_A_WALK):
-        options = {"rstd": rstd, "dr_dtype": drs[0].dtype, "again": group.start > 0}
-        of_reads = (spec, sources, last, dr_table[:, group], scaled[group])
-        if options["again"]:
-            _, of_last = walk_sources(*of_reads, **options)
-        else:
-            _, of_last = walk_sources(*of_reads, (None, of_dots.bend[None], None), more=of_dots.source, **options)
-            of_last = of_last + of_dots.taps
-        _, of_older = walk_sources(spec, sources, older, *of_reads[3:], **options) if n else (None, of_last[:0])
-        dtaps.append(torch.cat((of_older, of_last)))
-    return dlogits[:, :n], sum(dtaps), of_dots.queries
+        walk_reads = functools.partial(
+            walk_sources, spec, sources, dr_table=dr_table[:, group], weights=scaled[group], rstd=rstd,
+            dr_dtype=drs[0].dtype, again=group.start > 0,
+        )  # fmt: skip
+        of_norms = {} if group.start else {"of_scores": (None, of_dots.bend[None], None), "more": of_dots.source}
+        of_older = [walk_reads(older)[1]] if N > 1 else []
+        dtaps = dtaps + torch.cat((*of_older, walk_reads(last, **of_norms)[1]))
+    dtaps[-1] += of_dots.taps
+    return dlogits[:, :-1], dtaps, of_dots.queries
 
 
 def softmax_backward(
