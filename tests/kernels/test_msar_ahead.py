@@ -1,6 +1,6 @@
 import pytest
 import torch
-from kernel_inputs import DEVICE, DRAWS, HALF_FACTOR, Comparison, check_together, normal
+from kernel_inputs import DEVICE, DRAWS, Comparison, check_together, normal
 
 from kernels import reference
 
@@ -70,14 +70,13 @@ def reads(ahead: bool, n_sources, n_reads, sizes=(1, 3, 5), gate="sigmoid", posi
         {"n_sources": 2, "n_reads": 2, "T": 7, "B": 2, "packed": True, "gate": "softmax", "sizes": (1, 4)},
         {"n_sources": 2, "n_reads": 2, "T": 5, "sizes": (1, 1)},
         {"n_sources": 2, "n_reads": 2, "T": 24, "dtype": torch.bfloat16, "sizes": (1, 4)},
-        {"n_sources": 1, "n_reads": 2, "T": 24, "dtype": torch.bfloat16, "sizes": (1, 4), "query_scale": 0.0},
         {"n_sources": 2, "n_reads": 2, "T": 24, "dtype": torch.float16, "sizes": (1, 4)},
     ],
     ids=lambda options: "-".join(f"{name}={str(value).removeprefix('torch.')}" for name, value in options.items()),
 )
 def test_reads_scored_ahead_match_reference(options):
     packed, gate = options.pop("packed", False), options.pop("gate", "sigmoid")
-    cases = [ahead_case(**options) for _ in range(DRAWS if options.get("dtype") in HALF_FACTOR else 1)]
+    cases = [ahead_case(**options) for _ in range(DRAWS if options.get("dtype") == torch.bfloat16 else 1)]
     B, T, _ = cases[0].dh.shape
     arguments = {
         "n_sources": options["n_sources"],
