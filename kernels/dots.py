@@ -68,6 +68,15 @@ def joined_parts(p_in, offsets, rows_apart, mask, PARTS: tl.constexpr):
 
 
 @triton.jit
+def column_values(p_row, p_taps, row, o_d, SIZES: tl.constexpr, D: tl.constexpr):
+    """A query's row times row `row` of the taps, none for -1."""
+    b_x = tl.load(p_row + o_d, mask=o_d < D, other=0.0)
+    if first_tap(SIZES, n_streams(SIZES)) > 0:
+        b_x *= tl.load(p_taps + row * D + o_d, mask=o_d < tl.where(row >= 0, D, 0), other=1.0)
+    return b_x
+
+
+@triton.jit
 def columns_kernel(
     p_query, p_taps, p_columns, p_narrow, p_peaks,
     SIZES: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
@@ -86,17 +95,13 @@ def columns_kernel(
     b_peak = tl.full([BLOCK], 1e-30, tl.float32)
     for first in range(0, D, BLOCK):
         o_d = first + tl.arange(0, BLOCK)
-        b_x = tl.load(p_row + o_d, mask=o_d < D, other=0.0)
-        if first_tap(SIZES, M) > 0:
-            b_x *= tl.load(p_taps + row * D + o_d, mask=o_d < tl.where(row >= 0, D, 0), other=1.0)
+        b_x = column_values(p_row, p_taps, row, o_d, SIZES, D)
         b_peak = tl.maximum(b_peak, tl.abs(b_x))
     peak = tl.max(b_peak, 0)
     tl.store(p_peaks + c, peak)
     for first in range(0, D, BLOCK):
         o_d = first + tl.arange(0, BLOCK)
-        b_x = tl.load(p_row + o_d, mask=o_d < D, other=0.0)
-        if first_tap(SIZES, M) > 0:
-            b_x *= tl.load(p_taps + row * D + o_d, mask=o_d < tl.where(row >= 0, D, 0), other=1.0)
+        b_x = column_values(p_row, p_taps, row, o_d, SIZES, D)
         b_x /= peak
         store_parts(p_columns, c * D + o_d, rows_apart, b_x, o_d < D, PARTS)
         tl.store(p_narrow + c * D + o_d, b_x.to(p_narrow.dtype.element_ty), mask=o_d < D)

@@ -42,17 +42,17 @@ class _Read(torch.autograd.Function):
         taps = tensors[n_sources + n_ahead :]
         B, T, D = given[0].shape
         mixer = None if mix_weight is None else tuple(map(float32, (mix_weight, mix_scale, mix_bias)))
-        held = tuple(map(aligned, given))
+        held, query_32 = tuple(map(aligned, given)), float32(query)
         taps_32 = tuple(map(float32, taps))
         sources = Sources(held, taps_32, position)
-        logits, rstd = all_scores(spec, sources, taps_32, float32(query), scores, rows)
+        logits, rstd = all_scores(spec, sources, taps_32, query_32, scores, rows)
         weights, _, scale = softmax_over_sources(logits, rstd)
         if spec.m == 1:
             out, statistics = retrieve(spec, sources, weights, rstd, None)[0], None
         else:
             retrieved = retrieve(spec, sources, weights, rstd, scale)[0]
             out, statistics = mix(spec, retrieved, scale, mixer, sources.dtype)
-        kept = (float32(query), None if n_ahead == n_sources else logits, rstd, weights, scale, statistics, position)
+        kept = (query_32, None if n_ahead == n_sources else logits, rstd, weights, scale, statistics, position)
         ctx.save_for_backward(*kept, *(mixer or (None,) * 3), *taps_32, *held)
         ctx.spec, ctx.n_sources, ctx.n_taps = spec, n_sources, len(taps)
         ctx.rows, ctx.shapes = rows, [x.shape for x in scores]
