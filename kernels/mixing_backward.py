@@ -53,8 +53,8 @@ def factors_kernel(
     M: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
     SOFTMAX: tl.constexpr,
 ):  # fmt: skip
-    """Per token the factors of `gradient_kernel` [P, 5 m] and the units of dr [P, m]; per program [2 + m]: the largest
-    |c_k| times a stream's unit, and sums for scale and bias.
+    """Per token the factors of `gradient_kernel` [P, 5 m] and the units of dr [P, m]; per program
+    [2 + m, programs]: the largest |c_k| times a stream's unit, and sums for scale and bias.
 
     dr_j is at most gate_j max|dh| + sum_k |c_k| max|W_kj| + |f| sqrt(D) rms_j, which is GRADIENT_PEAK units: what is
     multiplied with it in fp16 stays in range too (`narrow`), and it keeps full precision down to 2^-17 of the bound.
@@ -99,7 +99,8 @@ def factors_kernel(
     dscale = tl.zeros([BLOCK_T], tl.float32)
     largest = tl.zeros([BLOCK_T], tl.float32)
     slopes = ()
-    p_program = p_partial + tl.program_id(0).to(tl.int64) * (M + 2)
+    p_program = p_partial + tl.program_id(0)
+    n_programs = tl.num_programs(0)
     for k in tl.static_range(M):
         dz = gates[k] * (dgates[k] - mean) if SOFTMAX else gates[k] * (1.0 - gates[k]) * dgates[k]
         dz = tl.where(m_t, dz, 0.0)
@@ -107,9 +108,9 @@ def factors_kernel(
         largest = tl.maximum(largest, tl.abs(slopes[k]))
         f += scale * dz * sums[k]
         dscale += dz * sums[k] * rstd
-        tl.store(p_program + 2 + k, tl.sum(dz))
+        tl.store(p_program + (2 + k) * n_programs, tl.sum(dz))
     tl.store(p_program, tl.max(largest * largest_unit, 0))
-    tl.store(p_program + 1, tl.sum(dscale))
+    tl.store(p_program + n_programs, tl.sum(dscale))
     f = f * rstd * rstd * rstd / (M * D)
     peak = tl.max(peaks, 1)
     p_factor = p_factors + (first + o_t) * (5 * M)
@@ -144,7 +145,7 @@ def gradient_kernel(
 
     Args:
         p_parts: W [m m, D] in fp32, or with two PARTS as `weight_kernel` wrote them.
-        p_partial: [programs, 2 + m] of `factors_kernel`, of GROUP tokens each, read N_GROUPS at a time.
+        p_partial: [2 + m, programs] of `factors_kernel`, of GROUP tokens each, read N_GROUPS at a time.
         WIDTH: columns that hold m of them, in `DOT` products at least 16 for all pairs of PARTS.
     """
     o_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -174,8 +175,7 @@ def gradient_kernel(
         for start in range(0, tl.cdiv(tl.minimum(tokens, P - begin), GROUP), N_GROUPS):
             o_group = start + tl.arange(0, N_GROUPS)
             m_group = (o_group < tl.cdiv(tokens, GROUP)) & (o_group < tl.cdiv(P - begin, GROUP))
-            p_group = p_partial + (begin // GROUP + o_group) * (M + 2)
-            peaks = tl.maximum(peaks, tl.load(p_group, mask=m_group, other=0.0))
+            peaks = tl.maximum(peaks, tl.load(p_partial + begin // GROUP + o_group, mask=m_group, other=0.0))
         unit = tl.max(peaks, 0) / 16384.0
     for start in tl.range(0, tokens, BLOCK_T, num_stages=STAGES):
         first = begin + start

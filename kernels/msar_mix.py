@@ -116,7 +116,7 @@ def mix_backward(
     mixing_backward.weight_kernel[(m * m,)](weight, parts, weight_peak, D=D, BLOCK=1024, PARTS=n_parts)
 
     n_programs = triton.cdiv(P, of_factors.tokens)
-    factors, unit, partial = empty(P, 5 * m), empty(P, m), empty(n_programs, m + 2)
+    factors, unit, partial = empty(P, 5 * m), empty(P, m), empty(m + 2, n_programs)
     mixing_backward.factors_kernel[(n_programs,)](
         retrieved, scale_of_r, dh, statistics, weight_peak, scale, bias, factors, unit, partial, P,
         M=m, D=D, SOFTMAX=spec.gate == "softmax", **of_factors.options(),
@@ -133,7 +133,7 @@ def mix_backward(
         N_GROUPS=min(GROUPS_AT_ONCE, triton.next_power_of_2(triton.cdiv(tokens, of_factors.tokens))),
         **tile.options(),
     )  # fmt: skip
-    totals = partial[:, 1:].sum(0)
+    totals = partial[1:].sum(1)
     return MixGradients(dr, unit, (dweight.sum(0), totals[:1], totals[1:]))
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from kernels import depth_softmax, dots, narrow, streams, streams_backward, walk
 from kernels.gradients import Buffers, own_buffer
 from kernels.reference import Gate, n_taps
+from kernels.tensor_sums import on_tensor_cores
 from kernels.tiles import TRITON_DTYPES, processors, table
 
 SEGMENT = 256  # tokens per program of a backward walk, about: one partial row set of the taps' gradient each
@@ -302,19 +303,17 @@ def weights_gradient(
     means = None if r is None else torch.empty_like(out[0, 0])
     compute = computing_dtype(sources, drs[0].dtype)
     fit, _ = sources.fits(rstd) if compute == torch.float16 else (None, None)
-    at_once = 2 if N > 1 and fit is not None else 1
-    n_groups = triton.cdiv(N, at_once)
+    fast = on_tensor_cores(TRITON_DTYPES[compute], spec.block_d)
     for group in reads_at_once(len(drs)):
         n_reads = group.stop - group.start
-        # the fewer sums a token has, the more tokens share the rows before them; two channels share a register
-        sums = spec.m * n_reads * at_once
-        steps = tokens_of_a_warp(sums, 32 if fit is None else 96, most=8 if r is None else 4)
+        # the fewer sums a token has, the more tokens share the rows before them
+        steps = 8 if fast else tokens_of_a_warp(spec.m * n_reads, 32 if fit is None else 96)
         n_tiles = triton.cdiv(T, WARPS * steps)
-        streams_backward.dweights_kernel[(B * n_tiles * n_groups,)](
+        streams_backward.dweights_kernel[(B * n_tiles * N,)](
             sources.table, dr_table[0, group], r, fit, out[group], means, sources.position, T, N, B * T, n_tiles,
-            READS=n_reads, AT_ONCE=at_once, SHARED=drs[0].ndim == 2, MEANS=r is not None, BLOCK_D=spec.block_d,
+            READS=n_reads, SHARED=drs[0].ndim == 2, MEANS=r is not None, BLOCK_D=spec.block_d,
             DR_DTYPE=TRITON_DTYPES[drs[0].dtype], **tiles(T, steps),
-            **sources.constants(spec, compute, None if fit is None else 12),
+            **sources.constants(spec, compute, None if fit is None else 16 if n_reads <= 2 else 12),
         )  # fmt: skip
     return out, means
 
@@ -383,7 +382,6 @@ def sources_backward(
         units: what its values count, [1, P, m] or one number.
         means: [1, P, m], sum over all sources of the read of weight times its gradient; None where these are all its
             sources and it is summed here.
-        dweights: what `weights_gradient` gives, where it is known already.
     Returns:
         Gradients of the logits scored elsewhere [1, n_ahead, P, m], of the taps [N, K, D] and of the query [m, D], None
         where every source was scored elsewhere.

@@ -4,6 +4,7 @@ or `even` (those that are compiled anew where their tiles divide the sequence).
 Run by test_compilation.py in a process of its own, because Triton decides at import whether it interprets.
 """
 
+import re
 import sys
 from pathlib import Path
 
@@ -35,7 +36,7 @@ WHOLE = {"BEND": True, "QUERY": True, "MORE": False}
 WEIGHTS_ONLY = {"BEND": False, "QUERY": False, "MORE": False}
 NORM_ONLY = {"READS": 0, "BEND": True, "QUERY": False, "MORE": True}
 RETRIEVED = SOURCES | TILE | {"READS": 1, "SCALED": True, "BASE": False, "OUT_DTYPE": tl.float16}
-DWEIGHTS = SOURCES | TILE | {"READS": 1, "AT_ONCE": 1, "SHARED": False, "MEANS": False, "DR_DTYPE": tl.float16}
+DWEIGHTS = SOURCES | TILE | {"READS": 1, "SHARED": False, "MEANS": False, "DR_DTYPE": tl.float16}
 ONE_CHANNEL = {"BLOCK_D": 32}  # per lane
 TWO_PARTS = {"SIZES": SIZES, "PARTS": 2, "BLOCK": 64}
 NARROW = {"COMPUTE": tl.float16}
@@ -73,7 +74,7 @@ KERNELS = [
     (streams_backward.dweights_kernel, DWEIGHTS | NARROW, 4),
     (streams_backward.dweights_kernel, DWEIGHTS | NARROW | ONE_CHANNEL, 4),
     (streams_backward.dweights_kernel, DWEIGHTS | NARROW | {"MEANS": True}, 4),
-    (streams_backward.dweights_kernel, DWEIGHTS | NARROW | {"READS": 3, "AT_ONCE": 2}, 4),
+    (streams_backward.dweights_kernel, DWEIGHTS | NARROW | {"READS": 3}, 4),
     (streams_backward.dweights_kernel, DWEIGHTS | WIDE | {"SHARED": True}, 4),
     (walk.gradient_kernel, SOURCES | WALK | NARROW | WHOLE, 1),
     (walk.gradient_kernel, SOURCES | WALK | WIDE | WHOLE, 1),
@@ -140,8 +141,21 @@ def check(kernel, constants: dict, warps: int, all_one: bool) -> None:
         else:
             signature[name], fixed[(place,)] = "constexpr", value
     source = ASTSource(fn=kernel, signature=signature, constexprs=fixed)
-    compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    compiled = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    if kernel is streams_backward.dweights_kernel and (constants["COMPUTE"], constants["BLOCK_D"]) == (tl.float16, 64):
+        check_layout_of_sums(compiled.asm["ttgir"], warps)
     print(kernel.__name__)
+
+
+def check_layout_of_sums(ttgir: str, warps: int) -> None:
+    """What `tensor_sums` takes for granted: in every tile that an `mma` gets a lane has two channels, in order."""
+    assert "mma.sync" in ttgir
+    layouts = dict(re.findall(r"^(#\w+) = #ttg\.(blocked<\{.*\}>)$", ttgir, re.MULTILINE))
+    wanted = f"sizePerThread = [1, 2], threadsPerWarp = [1, 32], warpsPerCTA = [{warps}, 1], order = [1, 0]"
+    for line in ttgir.splitlines():
+        if "mma.sync" in line:
+            for layout in re.findall(r"tensor<\w+, (#\w+)>", line):
+                assert layouts[layout] == f"blocked<{{{wanted}}}>", layouts[layout]
 
 
 if __name__ == "__main__":
