@@ -38,7 +38,7 @@ MIX_GRADIENT = {"WIDTH": msar_mix.product_width(4, 2), "PARTS": 2, "DOT": "half"
 MIX_GRADIENT |= {"GROUP": MIX_FACTORS["BLOCK_T"], "N_GROUPS": msar_mix.GROUPS_AT_ONCE}
 MIX_GRADIENT |= msar_mix.gradient_tile(4, torch.float16).options()
 MIX_WARPS = [tile.pop("num_warps") for tile in (MIX_ROWS, MIX_FACTORS, MIX_GRADIENT)]
-NO_QUERY = {"QUERY": False, "p_slope": None, "p_query": None, "p_dquery": None}
+NO_QUERY = {"QUERY": False, "p_slope": None, "p_query": None}
 NO_MEANS = {"MEANS": False, "p_r": None, "p_means": None}
 NO_BASE = {"BASE": False, "p_base": None, "p_base_weight": None}
 TYPES = {
@@ -55,7 +55,7 @@ TYPES = {
 }
 NARROW_TYPES = TYPES | dict.fromkeys(("p_weights", "p_slope", "p_bend"), "*fp16")  # where fp16 computes
 MIX_TYPES = TYPES | {"p_weight": "*fp16"}
-COUNTS = ("T", "N", "P", "n_tiles", "n_segments", "SEGMENT", "count", "tokens")
+COUNTS = ("T", "N", "n_table", "P", "n_tiles", "n_segments", "SEGMENT", "count", "tokens")
 
 
 class Case(NamedTuple):

@@ -116,7 +116,6 @@ class _ReadBlock(torch.autograd.Function):
         ctx.dtypes = [None if x is None else x.dtype for x in (taps, query, weight, scale, bias)]
         ctx.set_materialize_grads(False)
         of_partial: tuple = (None,) * 6
-        kept_weight = None
         if partial is not None:
             query_32, held = float32(query), aligned(partial)
             taps_32 = float32(taps)
@@ -128,16 +127,16 @@ class _ReadBlock(torch.autograd.Function):
             )
             (r,) = retrieve(spec, sources, a[None], rstd, merged, (r, base_weight))
             of_partial = (query_32, held, taps_32, logits, rstd, a)
-            kept_weight, scale_of_r = base_weight * scale_of_r, merged
+            scale_of_r = merged
         h, of_gates = mix(spec, r, scale_of_r, mixer, source_dtype(retrieved.dtype))
-        ctx.save_for_backward(r, scale_of_r, kept_weight, of_gates, position, *mixer, *of_partial)
+        ctx.save_for_backward(r, scale_of_r, of_gates, position, *mixer, *of_partial)
         return h.view(B, T, D), partial
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dh, later):
         spec = ctx.spec
-        r, scale_of_r, kept_weight, of_gates, position, weight, scale, bias, *of_partial = ctx.saved_tensors
+        r, scale_of_r, of_gates, position, weight, scale, bias, *of_partial = ctx.saved_tensors
         if dh is None:
             return None, None, None, None, later, *(None,) * 5
         P, m, D = r.shape
@@ -145,22 +144,24 @@ class _ReadBlock(torch.autograd.Function):
         dh = aligned(dh).view(P, D)
         of_mix = mix_backward(spec, r, scale_of_r, dh, (weight, scale, bias), of_gates, in_place=False)
         dr, unit, dpartial, dquery, dtaps = of_mix.dr, of_mix.unit, None, None, None
-        if kept_weight is None:  # phase 1 has all the sources of this read and sums the mean itself
-            mean = torch.full_like(unit, float("nan"))
+        query, held, taps, logits, rstd, a = of_partial
+        if held is None:  # phase 1 has all the sources of this read and sums the mean itself
+            dstatistics = torch.stack((torch.full_like(unit, float("nan")), unit))
         else:
-            query, held, taps, logits, rstd, a = of_partial
             sources = Sources([held], () if taps is None else (taps,), position, Buffers([held], [later]))
+            dr_table = table([dr])
             # the mean over all sources, most of which are phase 1's: sum_n a_nj dr_j . u_nj = dr_j . r_j
-            dweights, products = weights_gradient(spec, sources, rstd, [dr], table([dr]), r)
-            mean = products * unit / scale_of_r
+            dweights, products = weights_gradient(spec, sources, rstd, [dr], dr_table, r)
+            mean, dstatistics = torch.empty_like(unit), unit.new_empty(2, P, m)
+            depth_softmax.handed_kernel[(triton.cdiv(P * m, depth_softmax.BLOCK),)](
+                products, unit, scale_of_r, a, mean, dstatistics, P * m, BLOCK=depth_softmax.BLOCK
+            )
             scores = Scores(a[None], rstd, 0, query, logits[None])
-            _, dtaps, dquery = sources_backward(spec, sources, scores, dr, unit[None], mean[None], dweights)
-            dpartial, dtaps = sources.buffers.out[0], dtaps[0]
-            mean, unit = mean * kept_weight, unit * kept_weight
+            of_sources = sources_backward(spec, sources, scores, dr, unit[None], mean[None], (dr_table, dweights))
+            dpartial, dtaps, dquery = sources.buffers.out[0], of_sources[1][0], of_sources[2]
         dparameters = [dtaps if ctx.dtypes[0] is not None else None, dquery, *of_mix.mixer]
         dparameters = [None if g is None else g.to(dtype) for g, dtype in zip(dparameters, ctx.dtypes, strict=True)]
-        dstatistics = torch.stack((mean, unit)).view(2, *shape)
-        return None, None, dr.view(*shape, D), dstatistics, dpartial, *dparameters
+        return None, None, dr.view(*shape, D), dstatistics.view(2, *shape), dpartial, *dparameters
 
 
 def source_dtype(scratch: torch.dtype) -> torch.dtype:

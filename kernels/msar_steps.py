@@ -373,7 +373,7 @@ def softmax_backward(
 
 def sources_backward(
     spec: Spec, sources: Sources, scores: Scores, dr: Tensor, units: Tensor | float, means: Tensor | None = None,
-    dweights: Tensor | None = None,
+    known: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Gradients of all that one read did with N sources; those of the sources go to their buffers.
 
@@ -387,9 +387,10 @@ def sources_backward(
         where every source was scored elsewhere.
     """
     N, n, rstd = sources.shape[3], scores.n_ahead, scores.rstd
-    dr_table = table([dr])
-    if dweights is None:
-        dweights, _ = weights_gradient(spec, sources, rstd, [dr], dr_table)
+    if known is None:
+        dr_table = table([dr])
+        known = dr_table, weights_gradient(spec, sources, rstd, [dr], dr_table)[0]
+    dr_table, dweights = known
     logits = scores.logits if n < N else None
     scaled, slope, bend = softmax_backward(scores.weights, rstd, logits, dweights, units, means, sources.shape[2])
     dlogits = slope[:, :n] / rstd[:n]
@@ -429,21 +430,23 @@ def walk_sources(
     at_once = WALKS[compute] * processors(rstd.device)
     segment = segment_length((B, T), n_tiles * N, max(spec.kernel_sizes) - 1, at_once)
     n_segments = triton.cdiv(T, segment)
-    dtaps = rstd.new_empty(N, B * n_segments, spec.K, D)
-    dquery = None if query is None else rstd.new_empty(N, B * n_segments, spec.m, D)
-    weights = None if weights is None else weights[:, part].contiguous()
+    sums = rstd.new_empty(N, B * n_segments, spec.K + (0 if query is None else spec.m), D)
+    weights = None if weights is None else weights[:, part]
     if compute == torch.float16:
         fit, room = (x[part] for x in sources.fits(rstd))
         weights, slope, bend, dfit = narrow.narrow_gradients(weights, slope, bend, query, rstd[part], (fit, room), D)
     else:
         weights = None if weights is None else by_token(weights)
     rows = sources.table[:, part]
-    rows = torch.cat((rows[:3], rows[4:], rows[4:])) if again else rows.contiguous()
+    if again:
+        rows = torch.cat((rows[:3], rows[4:], rows[4:]))
     walk.gradient_kernel[(n_tiles * N, B * n_segments)](
         rows, dr_table, weights, slope, bend, query, fit, dfit, *(more or (None, None)),
-        sources.position, dtaps, dquery, T, N, B * T, n_segments, segment,
+        sources.position, sums, T, N, rows.stride(0), B * T, n_segments, segment,
         READS=R, SHARED=shared, BEND=bend is not None, QUERY=query is not None, MORE=more is not None,
         BLOCK_D=spec.block_d, UNROLL=4, ADD=again or sources.buffers.add, DR_DTYPE=TRITON_DTYPES[dr_dtype], num_warps=1,
         **sources.constants(spec, compute, None if fit is None else 12),
     )  # fmt: skip
-    return None if dquery is None else dquery.sum((0, 1)), dtaps.sum(1)
+    of_sources = sums.sum(1)
+    dtaps, dquery = of_sources[:, : spec.K], of_sources[:, spec.K :]
+    return None if query is None else dquery[0] if N == 1 else dquery.sum(0), dtaps

@@ -26,6 +26,7 @@ MAX_SOURCES = 32  # every source rounds the sums over sources once more
 TAPS_BLOCK = 64
 BLOCK = 128
 PEAK_BLOCK = 1024
+RSTD_BLOCK = 4096
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -55,22 +56,30 @@ def power_of_two(x):
 
 
 @triton.jit
-def fit_kernel(p_smallest_rstd, p_norms, p_fit, group_step, n_norms, M, D, LEARNED: tl.constexpr, NORMS: tl.constexpr):
+def fit_kernel(
+    p_rstd, p_norms, p_fit, P, group_step, n_norms, M, D, LEARNED: tl.constexpr, NORMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     """`fit` of every source and the factor min(1, TAPS_PEAK / taps), [2, N].
 
     |v| is bounded by its norm: rstd of the identity stream is at most 1 / rms, and |v| <= sqrt(D) rms.
 
     Args:
-        p_smallest_rstd: [N], of the identity stream.
+        p_rstd: [N, P, M], the first of M streams the identity.
         p_norms: [G, n_norms], group_step 1 for G = N and 0 for G = 1; left out without LEARNED taps.
     """
     n = tl.program_id(0)
+    b_smallest = tl.full([BLOCK], float("inf"), tl.float32)
+    for start in range(0, P, BLOCK):
+        o = start + tl.arange(0, BLOCK)
+        b_rstd = tl.load(p_rstd + (n.to(tl.int64) * P + o) * M, mask=o < P, other=float("inf"))
+        b_smallest = tl.minimum(b_smallest, b_rstd)
     taps = M + 0.0  # an identity stream's tap is 1; one too many for the others does no harm
     if LEARNED:
         o = tl.arange(0, NORMS)
         taps += tl.max(tl.load(p_norms + n * group_step * n_norms + o, mask=o < n_norms, other=0.0))
     room = tl.minimum(TAPS_PEAK / taps, 1.0)
-    tl.store(p_fit + n, power_of_two(tl.load(p_smallest_rstd + n) * (PEAK * room / tl.sqrt(D + 0.0))))
+    tl.store(p_fit + n, power_of_two(tl.min(b_smallest, 0) * (PEAK * room / tl.sqrt(D + 0.0))))
     tl.store(p_fit + tl.num_programs(0) + n, room)
 
 
@@ -96,13 +105,14 @@ def narrow_weights_kernel(
 
 @triton.jit(do_not_specialize=["N"])
 def gradient_peaks_kernel(
-    p_weights, p_slope, p_bend, p_query_peak, p_rstd, p_peaks, N, count, D,
+    p_weights, p_slope, p_bend, p_query_peak, p_rstd, p_peaks, N, count, apart, D,
     READS: tl.constexpr, M: tl.constexpr, BEND: tl.constexpr, QUERY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Of every tile of tokens and streams [N, tiles] a bound of |du| and (QUERY) the largest |slope|: two of them.
 
     Args:
-        p_weights: [READS, N, count]; p_slope (QUERY), p_bend and p_rstd (BEND): [N, count].
+        p_weights: READS times [N, count], `apart` from each other.
+        p_slope (QUERY), p_bend and p_rstd (BEND): [N, count].
         p_query_peak: [M], the query's largest values.
     """
     n = tl.program_id(1)
@@ -113,7 +123,7 @@ def gradient_peaks_kernel(
         b_bend = tl.load(p_bend + at, mask=o < count, other=0.0)
         b_peak += tl.abs(b_bend) * tl.sqrt(D + 0.0) / tl.load(p_rstd + at, mask=o < count, other=1.0)
     for r in tl.static_range(READS):
-        of_read = at + r * tl.cast(N, tl.int64) * count
+        of_read = at + r * tl.cast(apart, tl.int64)
         b_peak += tl.abs(tl.load(p_weights + of_read, mask=o < count, other=0.0)) * GRADIENT_PEAK
     if QUERY:
         b_slopes = tl.abs(tl.load(p_slope + at, mask=o < count, other=0.0))
@@ -124,10 +134,20 @@ def gradient_peaks_kernel(
         tl.store(p_tile + tl.num_programs(0) * tl.num_programs(1), tl.max(b_slopes))
 
 
+@triton.jit
+def largest(p_values, count, BLOCK: tl.constexpr):
+    """Of `count` values from zero up."""
+    b_peak = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, count, BLOCK):
+        o = start + tl.arange(0, BLOCK)
+        b_peak = tl.maximum(b_peak, tl.load(p_values + o, mask=o < count, other=0.0))
+    return tl.max(b_peak, 0)
+
+
 @triton.jit(do_not_specialize=["N"])
 def narrow_gradients_kernel(
     p_weights, p_slope, p_bend, p_peaks, p_fit, p_room, p_narrow_weights, p_narrow_slope, p_narrow_bend, p_dfit, N,
-    count,
+    count, apart, n_tiles,
     READS: tl.constexpr, BEND: tl.constexpr, QUERY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """What a walk weights by, in fp16: weights and bend for du times `dfit`, slope in units of its own.
@@ -136,17 +156,18 @@ def narrow_gradients_kernel(
     start of training. So the query takes what is left of `dfit`.
 
     Args:
-        p_weights, p_slope, p_bend: as for `gradient_peaks_kernel`; p_peaks: [2, N], the largest of its peaks.
+        p_weights, p_slope, p_bend: as for `gradient_peaks_kernel`, whose peaks [2, N, n_tiles] p_peaks are.
         p_fit, p_room: [N], of `fit_kernel`.
         p_narrow_weights: [N, count, READS], p_narrow_slope, p_narrow_bend: [N, count], written.
         p_dfit: [2, N], written: what du and (QUERY) slopes are multiplied by.
     """
     n = tl.program_id(1)
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    dfit = power_of_two(PEAK * tl.load(p_room + n) / tl.maximum(tl.load(p_peaks + n), 1e-30))
+    dfit = power_of_two(PEAK * tl.load(p_room + n) / tl.maximum(largest(p_peaks + n * n_tiles, n_tiles, BLOCK), 1e-30))
     slope_fit = 1.0
     if QUERY:
-        slope_fit = power_of_two(SLOPE_PEAK / tl.maximum(tl.load(p_peaks + N + n), 1e-30))
+        peak = largest(p_peaks + (N + n) * n_tiles, n_tiles, BLOCK)
+        slope_fit = power_of_two(SLOPE_PEAK / tl.maximum(peak, 1e-30))
     if tl.program_id(0) == 0:
         tl.store(p_dfit + n, dfit)
         tl.store(p_dfit + N + n, slope_fit)
@@ -156,7 +177,7 @@ def narrow_gradients_kernel(
         b_bend = tl.minimum(tl.maximum(b_bend, -FP16_MAX), FP16_MAX)
         tl.store(p_narrow_bend + at, b_bend.to(tl.float16), mask=o < count)
     for r in tl.static_range(READS):
-        of_read = at + r * tl.cast(N, tl.int64) * count
+        of_read = at + r * tl.cast(apart, tl.int64)
         b_weight = tl.load(p_weights + of_read, mask=o < count, other=0.0) * dfit
         tl.store(p_narrow_weights + at * READS + r, b_weight.to(tl.float16), mask=o < count)
     if QUERY:
@@ -184,12 +205,12 @@ def fit(rstd: Tensor, norms: Tensor | None, width: int) -> tuple[Tensor, Tensor]
         norms: [G, tiles] of `narrow_taps`, None without taps.
         width: D.
     """
-    N, _, m = rstd.shape
+    N, P, m = rstd.shape
     out = rstd.new_empty(2, N)
     step, count = (0, 1) if norms is None else (int(len(norms) > 1), norms.shape[1])
     fit_kernel[(N,)](
-        rstd[..., 0].amin(1), norms, out, step, count, m, width,
-        LEARNED=norms is not None, NORMS=triton.next_power_of_2(count), num_warps=1,
+        rstd, norms, out, P, step, count, m, width,
+        LEARNED=norms is not None, NORMS=triton.next_power_of_2(count), BLOCK=RSTD_BLOCK, num_warps=16,
     )  # fmt: skip
     return out[0], out[1]
 
@@ -211,7 +232,7 @@ def narrow_gradients(
     """What a walk over N sources takes in fp16, None for what is not given.
 
     Args:
-        weights: [R, N, P, m]; slope, bend, rstd: [N, P, m].
+        weights: [R, N, P, m], the reads apart in any way; slope, bend, rstd: [N, P, m].
         query: [m, D], given with slope.
         fits: of these sources, from `fit`.
         width: D.
@@ -220,16 +241,17 @@ def narrow_gradients(
     """
     N, P, m = rstd.shape
     R, half = 0 if weights is None else len(weights), torch.float16
-    peak = None if query is None else query.abs().amax(-1)
+    peak = None if query is None else torch.linalg.vector_norm(query, torch.inf, dim=-1)
+    apart = 0 if weights is None else weights.stride(0)
     by_read = None if weights is None else weights.new_empty(N, P, m, R, dtype=half)
     narrow_slope, narrow_bend = (None if x is None else torch.empty_like(x, dtype=half) for x in (slope, bend))
     options = {"READS": R, "BEND": bend is not None, "QUERY": query is not None, "num_warps": 4}
     peaks, dfit = rstd.new_empty(2, N, triton.cdiv(P * m, PEAK_BLOCK)), rstd.new_empty(2, N)
     gradient_peaks_kernel[(peaks.shape[2], N)](
-        weights, slope, bend, peak, rstd, peaks, N, P * m, width, M=m, BLOCK=PEAK_BLOCK, **options
+        weights, slope, bend, peak, rstd, peaks, N, P * m, apart, width, M=m, BLOCK=PEAK_BLOCK, **options
     )
     narrow_gradients_kernel[(triton.cdiv(P * m, BLOCK), N)](
-        weights, slope, bend, peaks.amax(2), *fits, by_read, narrow_slope, narrow_bend, dfit, N, P * m, BLOCK=BLOCK,
-        **options,
+        weights, slope, bend, peaks, *fits, by_read, narrow_slope, narrow_bend, dfit, N, P * m, apart, peaks.shape[2],
+        BLOCK=BLOCK, **options,
     )  # fmt: skip
     return by_read, narrow_slope, narrow_bend, dfit

@@ -117,19 +117,24 @@ def retrieve_kernel(
     t_oldest = t_first - (WINDOW - 1)
     oldest = (sequence + t_oldest) * D
     retrieved = zeros_per_warp(M * STEPS * READS, WARPS, BLOCK_D, COMPUTE)
+    if BASE:
+        n_rows = tl.minimum(WARPS * STEPS, T - t_tile) * M
+        p_rows = p_base + (sequence + t_tile) * M * D
+        prefetch_rows(p_rows, d_tile, 0, n_rows, D, WARPS * STEPS * M, BLOCK_D, WARPS)
     for n in range(N):
         raw = raw_rows(tensor_at(p_table, n, DTYPE) + oldest, t_oldest, o_d, T, D, WINDOW - 1, STEPS, EVEN)
         rows = computed(raw, load_fit(p_fit, n, COMPUTE), WINDOW - 1 + STEPS, COMPUTE)
         p_taps = tensor_at(p_table, (2 if NARROW else 1) * N + n, COMPUTE)
-        # what the next source needs: its loads come a few at a time, as registers allow, and each few would wait
-        later = tl.minimum(n + 1, N - 1)
-        p_later = tensor_at(p_table, later, DTYPE) + (sequence + t_tile - PAST) * D
-        prefetch_rows(p_later, d_tile, PAST - t_tile, PAST + T - t_tile, D, PAST + WARPS * STEPS, BLOCK_D, WARPS)
-        p_later = tensor_at(p_table, (2 if NARROW else 1) * N + later, COMPUTE)
-        prefetch_rows(p_later, d_tile, 0, K, D, K, BLOCK_D, WARPS)
-        o_a = tl.arange(0, 32 * WARPS) * (32 // (COMPUTE.primitive_bitwidth // 8))
-        is_later = o_a < tl.minimum(WARPS * STEPS, T - t_tile) * (M * READS)
-        prefetch(p_weights + (later * P + sequence + t_tile) * (M * READS) + o_a, is_later)
+        if not BASE:  # which is for a single source
+            # what the next source needs: its loads come a few at a time, as registers allow, and each few would wait
+            later = tl.minimum(n + 1, N - 1)
+            p_later = tensor_at(p_table, later, DTYPE) + (sequence + t_tile - PAST) * D
+            prefetch_rows(p_later, d_tile, PAST - t_tile, PAST + T - t_tile, D, PAST + WARPS * STEPS, BLOCK_D, WARPS)
+            p_later = tensor_at(p_table, (2 if NARROW else 1) * N + later, COMPUTE)
+            prefetch_rows(p_later, d_tile, 0, K, D, K, BLOCK_D, WARPS)
+            o_a = tl.arange(0, 32 * WARPS) * (32 // (COMPUTE.primitive_bitwidth // 8))
+            is_later = o_a < tl.minimum(WARPS * STEPS, T - t_tile) * (M * READS)
+            prefetch(p_weights + (later * P + sequence + t_tile) * (M * READS) + o_a, is_later)
         # constant offsets from one address: a weight costs its load and nothing else
         p_a = p_weights + (n * P + first) * (M * READS)
         weights = ()

@@ -29,10 +29,10 @@ from kernels.tiles import (
 )
 
 
-@triton.jit(do_not_specialize=["N", "n_segments"])
+@triton.jit(do_not_specialize=["N", "n_table", "n_segments"], do_not_specialize_on_alignment=["p_table"])
 def gradient_kernel(
     p_table, p_dr_table, p_weights, p_slope, p_bend, p_query, p_fit, p_dfit, p_more, p_more_unit, p_position,
-    p_dtaps, p_dquery, T, N, P, n_segments, SEGMENT,
+    p_sums, T, N, n_table, P, n_segments, SEGMENT,
     SIZES: tl.constexpr, READS: tl.constexpr, SHARED: tl.constexpr, BEND: tl.constexpr, QUERY: tl.constexpr,
     MORE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr, ADD: tl.constexpr,
     PACKED: tl.constexpr, DTYPE: tl.constexpr, DR_DTYPE: tl.constexpr, COMPUTE: tl.constexpr,
@@ -52,14 +52,15 @@ def gradient_kernel(
     and u, in fp16, of those in fp32.
 
     Args:
-        p_table: sources, taps, taps in the dtype that computes, gradients to add to (if ADD), gradients to write.
+        p_table: sources, taps, taps in the dtype that computes, gradients to add to (if ADD), gradients to write: of
+            each N addresses, n_table apart.
         p_dr_table: READS tensors [P, m, D] for all sources, or [P, D] that all streams share (SHARED); READS may be 0.
         p_weights: [N, P, m, READS], in the units of dr.
         p_bend, p_slope: [N, P, m], without BEND or QUERY left out; of COMPUTE, as the weights.
         p_query: [m, D], fp32, without QUERY left out.
         p_fit: [N], p_dfit: [2, N], the powers of two in du and in slope; for fp16.
         p_more: with MORE, for one source, [P, D] to add to its gradient times the number p_more_unit.
-        p_dtaps: [N, B n_segments, K, D], one partial row set per program; p_dquery: [N, B n_segments, m, D].
+        p_sums: [N, B n_segments, K (+ m with QUERY), D], one partial row set per program: of the taps, of the query.
     """
     M: tl.constexpr = n_streams(SIZES)
     K: tl.constexpr = first_tap(SIZES, M)
@@ -72,12 +73,12 @@ def gradient_kernel(
     o_d = tl.program_id(0) // N * BLOCK_D + tl.arange(0, BLOCK_D)
     sequence = b.to(tl.int64) * T
     p_source = tensor_at(p_table, n, DTYPE) + sequence * D
-    p_in = tensor_at(p_table, 3 * N + n, DTYPE) + sequence * D
-    p_out = tensor_at(p_table, 4 * N + n, DTYPE) + sequence * D
+    p_in = tensor_at(p_table, 3 * n_table + n, DTYPE) + sequence * D
+    p_out = tensor_at(p_table, 4 * n_table + n, DTYPE) + sequence * D
     gradients = ()
     for r in tl.static_range(READS):
         gradients = gradients + (tensor_at(p_dr_table, r, DR_DTYPE),)
-    b_taps = load_rows(tensor_at(p_table, (2 if NARROW else 1) * N + n, COMPUTE), o_d, D, K)
+    b_taps = load_rows(tensor_at(p_table, (2 if NARROW else 1) * n_table + n, COMPUTE), o_d, D, K)
     fit = load_fit(p_fit, n, COMPUTE)
     dfit = load_fit(p_dfit, n, COMPUTE)
     unit = 1.0 / dfit
@@ -187,12 +188,13 @@ def gradient_kernel(
             complete = (t_done + s >= t_first) & (t_done + s < t_end)
             mask = row_mask(o_d, complete, D, BLOCK_D)
             tl.store(p_out + (t_done + s) * D + o_d, done[s].to(DTYPE), mask=mask)
-    program = n.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    ROWS: tl.constexpr = K + (M if QUERY else 0)
+    p_row = p_sums + (n.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * ROWS * D + o_d
     for i in tl.static_range(K):
-        tl.store(p_dtaps + (program * K + i) * D + o_d, dtaps[i] / (fit * dfit), mask=o_d < D)
+        tl.store(p_row + i * D, dtaps[i] / (fit * dfit), mask=o_d < D)
     if QUERY:
         for j in tl.static_range(M):
-            tl.store(p_dquery + (program * M + j) * D + o_d, dquery[j] / (fit * slope_fit), mask=o_d < D)
+            tl.store(p_row + (K + j) * D, dquery[j] / (fit * slope_fit), mask=o_d < D)
 
 
 @triton.jit

@@ -68,7 +68,7 @@ KERNELS = [
     (cross_entropy.cross_entropy_kernel, {"GRADIENT": True, "BLOCK": 1024}, 2),
     (narrow.narrow_taps_kernel, {"BLOCK_K": 4, "BLOCK_D": 64}, 4),
     (narrow.narrow_weights_kernel, {"READS": 2, "BLOCK": 128}, 4),
-    (narrow.fit_kernel, {"LEARNED": True, "NORMS": 4}, 1),
+    (narrow.fit_kernel, {"LEARNED": True, "NORMS": 4, "BLOCK": 64}, 4),
     (narrow.gradient_peaks_kernel, {"READS": 2, "M": 2, "BEND": True, "QUERY": True, "BLOCK": 1024}, 4),
     (narrow.narrow_gradients_kernel, {"READS": 2, "BEND": True, "QUERY": True, "BLOCK": 128}, 4),
     (streams_backward.dweights_kernel, DWEIGHTS | NARROW, 4),
@@ -82,6 +82,7 @@ KERNELS = [
     (walk.gradient_kernel, SOURCES | WALK | NARROW | NORM_ONLY, 1),
     (depth_softmax.weights_kernel, {"BLOCK": 128}, 4),
     (depth_softmax.merge_kernel, {"BLOCK": 128}, 4),
+    (depth_softmax.handed_kernel, {"BLOCK": 128}, 4),
     (depth_softmax.slopes_kernel, {"READS": 2, "UNITS": True, "MEANS": True, "BEND": True, "BLOCK": 128}, 4),
     (mixing.mix_kernel, MIX | MIX_ROWS | {"SOFTMAX": False, "MEAN": False}, 2),
     (mixing.narrow_weight_kernel, {"ROWS": 4, "D": D, "BLOCK": 64}, 4),
@@ -91,7 +92,7 @@ KERNELS = [
     (mixing_backward.gradient_kernel, MIX | MIX_GRADIENT | {"WIDTH": 4, "PARTS": 2, "DOT": "half"}, 4),
     (mixing_backward.gradient_kernel, MIX | MIX_GRADIENT | {"WIDTH": 16, "PARTS": 1, "DOT": "tf32x3"}, 4),
 ]
-COUNTS = ("T", "N", "P", "K", "V", "n_tiles", "n_segments", "n_tokens", "count", "tokens", "n_norms", "n_reads")
+COUNTS = "T N n_table P K V n_tiles n_segments n_tokens count tokens n_norms n_reads".split()
 TYPES = {
     "p_out": "*bf16",
     "p_dh": "*bf16",
@@ -114,6 +115,7 @@ TYPES = {
     "p_narrow_slope": "*fp16",
     "p_narrow_bend": "*fp16",
     "SEGMENT": "i32",
+    "apart": "i32",
     "group_step": "i32",
     "M": "i32",
     "D": "i32",
