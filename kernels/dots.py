@@ -138,7 +138,7 @@ def slopes_kernel(
     M: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """slope_r = rstd dlogit_r [R, P, m] and bend = sum_r slope_r logit_r rstd / D [P, m]; of every tile of tokens the
-    largest |slope_r| [tiles, R, m]."""
+    largest |slope_r| [R, m, tiles]."""
     o_p = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     o_m = tl.arange(0, BLOCK_M)
     mask = (o_p < P)[:, None] & (o_m < M)[None, :]
@@ -150,7 +150,8 @@ def slopes_kernel(
         b_slope = tl.load(p_dlogits + of_read, mask=mask, other=0.0) * b_rstd
         tl.store(p_slope + of_read, b_slope, mask=mask)
         b_bend += b_slope * tl.load(p_logits + of_read, mask=mask, other=0.0)
-        tl.store(p_peaks + (tl.program_id(0) * n_reads + r) * M + o_m, tl.max(tl.abs(b_slope), 0), mask=o_m < M)
+        p_peak = p_peaks + (r * M + o_m) * tl.num_programs(0) + tl.program_id(0)
+        tl.store(p_peak, tl.max(tl.abs(b_slope), 0), mask=o_m < M)
     tl.store(p_bend + at, b_bend * b_rstd / D, mask=mask)
 
 
@@ -337,12 +338,12 @@ def backward(
     n_parts, packed = parts_of(source.dtype), position is not None
     columns = Columns.of(queries, taps, kernel_sizes, source.dtype)
     slope, bend = torch.empty_like(scores[0]), torch.empty_like(scores[1])
-    peaks = slope.new_empty(triton.cdiv(P, SLOPES_BLOCK), R, m)
-    slopes_kernel[(len(peaks),)](
+    peaks = slope.new_empty(R, m, triton.cdiv(P, SLOPES_BLOCK))
+    slopes_kernel[(peaks.shape[2],)](
         dlogits, *scores, slope, bend, peaks, P, R, D,
         M=m, BLOCK_T=SLOPES_BLOCK, BLOCK_M=triton.next_power_of_2(m), num_warps=4,
     )  # fmt: skip
-    slope_peaks, factors, unit = peaks.amax(0), slope.new_empty(R * C), slope.new_empty(1)
+    slope_peaks, factors, unit = peaks.amax(2), slope.new_empty(R * C), slope.new_empty(1)
     units_kernel[(1,)](
         columns.peaks, slope_peaks, unit, factors, R * C, OUT_PEAK,
         SIZES=kernel_sizes, BLOCK=triton.next_power_of_2(R * C), num_warps=4,

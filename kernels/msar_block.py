@@ -64,7 +64,7 @@ class _OpenBlock(torch.autograd.Function):
         logits, rstd = scores_of((*scores, of_last), (*rows, 0), n_reads)
         weights, lse, scale = softmax_over_sources(logits, rstd)
         retrieved = retrieve(spec, sources, weights, rstd, scale)
-        ctx.save_for_backward(weights, rstd, of_last, position, stacked, *taps_32, *held)
+        ctx.save_for_backward(weights, rstd, of_last, position, stacked, *sources.prepared, *taps_32, *held)
         ctx.spec, ctx.rows, ctx.shapes = spec, rows, [x.shape for x in scores]
         ctx.dtypes = [x.dtype for x in (*taps, *queries)]
         ctx.set_materialize_grads(False)
@@ -78,9 +78,11 @@ class _OpenBlock(torch.autograd.Function):
     def backward(ctx, *gradients):
         spec = ctx.spec
         weights, rstd, of_last, position, queries, *rest = ctx.saved_tensors
+        prepared, rest = rest[:3], rest[3:]
         R, N, P, m = weights.shape
         taps, held = rest[:-N], rest[-N:]
-        sources = Sources(held, taps, position, Buffers(held, gradients[2 * R : 2 * R + N], no_partial=True))
+        buffers = Buffers(held, gradients[2 * R : 2 * R + N], no_partial=True)
+        sources = Sources(held, taps, position, buffers, prepared)
         drs, means, units = [], [], []
         for dr, statistics in zip(gradients[: 2 * R : 2], gradients[1 : 2 * R : 2], strict=True):
             if dr is None:  # a read that nothing used
@@ -115,7 +117,7 @@ class _ReadBlock(torch.autograd.Function):
         ctx.spec = spec
         ctx.dtypes = [None if x is None else x.dtype for x in (taps, query, weight, scale, bias)]
         ctx.set_materialize_grads(False)
-        of_partial: tuple = (None,) * 6
+        of_partial: tuple = (None,) * 9
         if partial is not None:
             query_32, held = float32(query), aligned(partial)
             taps_32 = float32(taps)
@@ -126,7 +128,7 @@ class _ReadBlock(torch.autograd.Function):
                 logits, rstd, lse, scale_of_r, a, base_weight, merged, lse.numel(), BLOCK=depth_softmax.BLOCK
             )
             (r,) = retrieve(spec, sources, a[None], rstd, merged, (r, base_weight))
-            of_partial = (query_32, held, taps_32, logits, rstd, a)
+            of_partial = (query_32, held, taps_32, logits, rstd, a, *sources.prepared)
             scale_of_r = merged
         h, of_gates = mix(spec, r, scale_of_r, mixer, source_dtype(retrieved.dtype))
         ctx.save_for_backward(r, scale_of_r, of_gates, position, *mixer, *of_partial)
@@ -144,11 +146,12 @@ class _ReadBlock(torch.autograd.Function):
         dh = aligned(dh).view(P, D)
         of_mix = mix_backward(spec, r, scale_of_r, dh, (weight, scale, bias), of_gates, in_place=False)
         dr, unit, dpartial, dquery, dtaps = of_mix.dr, of_mix.unit, None, None, None
-        query, held, taps, logits, rstd, a = of_partial
+        query, held, taps, logits, rstd, a, *prepared = of_partial
         if held is None:  # phase 1 has all the sources of this read and sums the mean itself
             dstatistics = torch.stack((torch.full_like(unit, float("nan")), unit))
         else:
-            sources = Sources([held], () if taps is None else (taps,), position, Buffers([held], [later]))
+            given = () if taps is None else (taps,)
+            sources = Sources([held], given, position, Buffers([held], [later]), prepared)
             dr_table = table([dr])
             # the mean over all sources, most of which are phase 1's: sum_n a_nj dr_j . u_nj = dr_j . r_j
             dweights, products = weights_gradient(spec, sources, rstd, [dr], dr_table, r)

@@ -52,17 +52,27 @@ class Sources:
     """N sources [B, T, D] with their taps, as the kernels take them."""
 
     def __init__(
-        self, tensors: Sequence[Tensor], taps: Sequence[Tensor], position: Tensor | None, buffers: Buffers | None = None
+        self,
+        tensors: Sequence[Tensor],
+        taps: Sequence[Tensor],
+        position: Tensor | None,
+        buffers: Buffers | None = None,
+        prepared: Sequence[Tensor | None] | None = None,
     ) -> None:
         """`taps` has one group per source, a single one for all, or none where no stream has any; `buffers` takes
-        gradients in the backward pass."""
+        gradients in the backward pass; `prepared` is what was of the same sources in the forward pass."""
         self.tensors, self.position, self.buffers = tuple(tensors), position, buffers
         x, N = self.tensors[0], len(self.tensors)
         half = x.dtype == torch.bfloat16 and N <= narrow.MAX_SOURCES
         self.compute = torch.float16 if half else torch.float32
         self._fits: tuple[Tensor, Tensor] | None = None
+        if prepared is not None and half:
+            self._fits = (prepared[1], prepared[2])
         groups = tuple(taps) or self.tensors[:1]  # without taps the kernels never follow the address
-        self.narrow_taps = x.new_empty(len(taps), *taps[0].shape, dtype=torch.float16) if half and taps else None
+        self.narrow_taps = None
+        if half and taps:
+            fresh = prepared is None
+            self.narrow_taps = x.new_empty(len(taps), *taps[0].shape, dtype=torch.float16) if fresh else prepared[0]
         narrowed = groups if self.narrow_taps is None else self.narrow_taps.unbind()
         gradients = () if buffers is None else (buffers.given, buffers.out)
         # rows: sources, taps, taps in the dtype that computes; gradients to add to, gradients to write
@@ -82,6 +92,11 @@ class Sources:
         if self._fits is None:
             self._fits = narrow.fit(rstd, self.norms, self.tensors[0].shape[-1])
         return self._fits
+
+    @property
+    def prepared(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """For the backward pass: taps in fp16 and `fits`, once they are known; None where fp32 computes."""
+        return self.narrow_taps, *(self._fits or (None, None))
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
