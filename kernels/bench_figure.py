@@ -6,6 +6,7 @@ from pathlib import Path
 
 PANEL_W, PANEL_H, MARGIN = 300, 220, 50
 COLORS = ("#1b6ca8", "#d1495b", "#66a182", "#8d6a9f")
+LABEL = 12
 TICKS = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -27,7 +28,7 @@ def write_figure(rows: list[dict], path: Path) -> None:
         for line, which in enumerate(passes):
             x, y = MARGIN + column * (PANEL_W + MARGIN), MARGIN + line * (PANEL_H + MARGIN)
             chosen = [row for row in rows if row["op"] == op and row["pass"] == which]
-            title = f"{op}, {which.replace('_', ' and ')}, {tokens} tokens: time over byte floor"
+            title = f"{op}, {which.replace('_', ' and ')}: time over byte floor"
             parts.append(panel(chosen, x, y, title))
     path.write_text("\n".join([*parts, "</svg>"]) + "\n")
 
@@ -58,10 +59,14 @@ def panel(rows: list[dict], x: float, y: float, title: str) -> str:
         )
     for n in counts:
         parts.append(f'<text x="{at_x(n):.1f}" y="{y + PANEL_H + 14}" text-anchor="middle">N={n}</text>')
+    ends = []
     for color, width in zip(COLORS, widths, strict=False):
         line = sorted((int(row["n"]), float(row["ratio"])) for row in rows if int(row["d_model"]) == width)
         points = " ".join(f"{at_x(n):.1f},{at_y(ratio):.1f}" for n, ratio in line)
         parts.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="2"/>')
-        n, ratio = line[-1]
-        parts.append(f'<text x="{at_x(n) + 4:.1f}" y="{at_y(ratio) - 4:.1f}" fill="{color}">D={width}</text>')
+        ends.append((at_y(line[-1][1]) + 4, at_x(line[-1][0]), color, width))
+    lowest = 0.0
+    for level, right, color, width in sorted(ends):  # labels below one another where lines end together
+        lowest = max(level, lowest + LABEL)
+        parts.append(f'<text x="{right + 4:.1f}" y="{lowest:.1f}" fill="{color}">D={width}</text>')
     return "\n".join(parts)
