@@ -53,8 +53,8 @@ def factors_kernel(
     M: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
     SOFTMAX: tl.constexpr,
 ):  # fmt: skip
-    """Per token the factors of `gradient_kernel` [P, 5 m] and the units of dr [P, m]; per program
-    [2 + m, programs]: the largest |c_k| times a stream's unit, and sums for scale and bias.
+    """Per token the factors of `gradient_kernel` [P, 5 m] and the units of dr [P, m]; per program [2 + m, programs] the
+    largest |c_k| times a stream's unit, and sums for scale and bias.
 
     dr_j is at most gate_j max|dh| + sum_k |c_k| max|W_kj| + |f| sqrt(D) rms_j, which is GRADIENT_PEAK units: what is
     multiplied with it in fp16 stays in range too (`narrow`), and it keeps full precision down to 2^-17 of the bound.
@@ -100,7 +100,7 @@ def factors_kernel(
     largest = tl.zeros([BLOCK_T], tl.float32)
     slopes = ()
     p_program = p_partial + tl.program_id(0)
-    n_programs = tl.num_programs(0)
+    n_programs = tl.cast(tl.num_programs(0), tl.int64)
     for k in tl.static_range(M):
         dz = gates[k] * (dgates[k] - mean) if SOFTMAX else gates[k] * (1.0 - gates[k]) * dgates[k]
         dz = tl.where(m_t, dz, 0.0)

@@ -33,12 +33,9 @@ class Tile:
     stages: int
     resident: int = 1
     """Programs that an SM has room for, where as many are launched."""
-    registers: int | None = None
-    """At most, of a thread."""
 
     def options(self) -> dict[str, int]:
-        limit = {} if self.registers is None else {"maxnreg": self.registers}
-        return limit | {
+        return {
             "BLOCK_T": self.tokens,
             "BLOCK_D": self.channels,
             "STAGES": self.stages,

@@ -92,13 +92,13 @@ def dweights_kernel(
                 means = with_products(means, of_r, selected, j, M, STEPS, FAST)
     if FAST:
         for i in tl.static_range(tile_count(M, COUNT, FAST)):
-            j, at, exists = numbers(i, M, COUNT)
+            j, at = numbers(i, COUNT)
             s, r = at // READS, at % READS
             row = tl.cast(r * N + n, tl.int64) * P + first + s
-            tl.store(p_dweights + row * M + j, totals(dots[i]) / fit, mask=exists & (t_first + s < T))
+            tl.store(p_dweights + row * M + j, totals(dots[i]) / fit, mask=(j < M) & (t_first + s < T))
         for i in tl.static_range(tile_count(M if MEANS else 0, STEPS, FAST)):
-            j, s, exists = numbers(i, M, STEPS)
-            tl.store(p_means + (first + s) * M + j, totals(means[i]), mask=exists & (t_first + s < T))
+            j, s = numbers(i, STEPS)
+            tl.store(p_means + (first + s) * M + j, totals(means[i]), mask=(j < M) & (t_first + s < T))
     else:
         for s in tl.static_range(STEPS):
             inside = t_warp + s < T

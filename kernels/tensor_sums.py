@@ -34,19 +34,14 @@ def on_tensor_cores(compute, block_d):
 
 
 @triton.constexpr_function
-def turns(count):
-    """How many instructions add so many tiles of products, four at a time."""
-    return (int(count) + 3) // 4
-
-
-@triton.constexpr_function
 def tile_count(m, count, fast):
     """Tiles that hold the sums of `count` tiles of products for each of m streams."""
-    return 2 * ((int(m) * turns(count) + 3) // 4) if fast else int(m) * int(count)
+    return 2 * ((int(m) * int(count) + 15) // 16) if fast else int(m) * int(count)
 
 
 @triton.constexpr_function
 def groups(block_d):
+    """Rows of the operand that a row of a tile fills."""
     return int(block_d) // 8
 
 
@@ -100,16 +95,18 @@ def with_products(
 ):  # fmt: skip
     """`sums` with COUNT tiles of products of stream j added, for a tile of channels.
 
-    On tensor cores tile 16 i + 4 q + 2 h + e of all streams' goes to column 2 q + e of tile 2 i + h.
+    On tensor cores, which take them four at a time, tile 16 i + 4 q + 2 h + e of all streams' goes to column 2 q + e of
+    tile 2 i + h.
     """
     out = ()
     if FAST:
+        tl.static_assert(COUNT % 4 == 0)
         for i in tl.static_range(0, tile_count(M, COUNT, FAST), 2):
             b_even, b_odd = sums[i], sums[i + 1]
             for q in tl.static_range(4):
                 b_even, b_odd = with_four(
-                    b_even, b_odd, products, selected, 4 * (2 * i + q - j * turns(COUNT)), COUNT, q
-                )
+                    b_even, b_odd, products, selected, 8 * i + 4 * q - j * COUNT, COUNT, q
+                )  # fmt: skip
             out = out + (b_even, b_odd)
     else:
         for i in tl.static_range(M * COUNT):
@@ -124,10 +121,9 @@ def with_products(
 def with_four(
     b_even, b_odd, products, selected, FIRST: tl.constexpr, COUNT: tl.constexpr, Q: tl.constexpr
 ):  # fmt: skip
-    """Products FIRST to FIRST + 3, of COUNT, added to the columns 2 Q and 2 Q + 1 of two tiles."""
+    """Products FIRST to FIRST + 3, if among the COUNT there are, added to the columns 2 Q and 2 Q + 1 of two tiles."""
     if FIRST >= 0 and FIRST < COUNT:
-        b_1, b_2 = product_at(products, FIRST, COUNT), product_at(products, FIRST + 1, COUNT)
-        b_3, b_4 = product_at(products, FIRST + 2, COUNT), product_at(products, FIRST + 3, COUNT)
+        b_1, b_2, b_3, b_4 = products[FIRST], products[FIRST + 1], products[FIRST + 2], products[FIRST + 3]
         if PAIRED:
             b_even, b_odd = tl.inline_asm_elementwise(
                 "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
@@ -140,16 +136,6 @@ def with_four(
             b_even += in_column(b_1, 2 * Q) + in_column(b_2, 2 * Q + 1)
             b_odd += in_column(b_3, 2 * Q) + in_column(b_4, 2 * Q + 1)
     return b_even, b_odd
-
-
-@triton.jit
-def product_at(products, i: tl.constexpr, COUNT: tl.constexpr):
-    """Tile i of COUNT, zeros beyond them."""
-    if i < COUNT:
-        out = products[i]
-    else:
-        out = tl.zeros_like(products[0])
-    return out
 
 
 @triton.jit
@@ -168,9 +154,8 @@ def totals(b_sums):
 
 
 @triton.jit
-def numbers(i: tl.constexpr, M: tl.constexpr, COUNT: tl.constexpr):
-    """Of the totals of tile i [1, 8]: the stream, the number of its tile of products, and whether there is one."""
+def numbers(i: tl.constexpr, COUNT: tl.constexpr):
+    """Of the totals of tile i [1, 8] the stream, M or more for none, and the number of its tile of products."""
     o = tl.arange(0, GROUP)[None, :]
     at = i // 2 * TILES + o // 2 * 4 + i % 2 * 2 + o % 2
-    j, at = at // (4 * turns(COUNT)), at % (4 * turns(COUNT))
-    return j, at, (j < M) & (at < COUNT)
+    return at // COUNT, at % COUNT
