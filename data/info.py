@@ -48,6 +48,9 @@ def data_info(
         console = Console(width=WIDTH)
     console.print(_table(path, manifest))
     console.print(escape(_counts(manifest)))
+    if not any(s.documents for s in manifest.splits["train"]):
+        console.print("\nno document for training: every one was empty, skipped, or taken for validation")
+        return
     if histogram:
         _print_histogram(console, np.concatenate([_lengths(root, s) for s in manifest.splits["train"]]))
     if sample_tokens:

@@ -72,3 +72,12 @@ def test_info_reads_the_content_where_asked(prepared: Path) -> None:
     data_info(str(prepared))
     with pytest.raises(ValueError, match=r"code/shard-00000.bin: damaged"):
         data_info(str(prepared), verify=True)
+
+
+def test_info_says_that_no_training_document_is_left(
+    tmp_path: Path, write_jsonl: Callable, model_file: Path, capsys: pytest.CaptureFixture
+) -> None:
+    blank, one = write_jsonl("blank.jsonl", [("A", "")]), write_jsonl("one.jsonl", [("A", "alpha beta")])
+    prepare(str(tmp_path / "out"), input=str(blank), val_input=str(one), tokenizer=str(model_file), workers=1)
+    data_info(str(tmp_path / "out"))
+    assert "no document for training" in capsys.readouterr().out
