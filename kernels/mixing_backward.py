@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from kernels.mixing import gates_of
-from kernels.narrow import GRADIENT_PEAK
+from kernels.narrow import GRADIENT_PEAK, peak_of
 from kernels.tiles import product
 
 
@@ -171,12 +171,9 @@ def gradient_kernel(
         dweight = dweight + (tl.zeros([BLOCK_D, 16], tl.float32),)
     unit = 1.0
     if PARTS == 2:
-        peaks = tl.full([N_GROUPS], 1e-30, tl.float32)
-        for start in range(0, tl.cdiv(tl.minimum(tokens, P - begin), GROUP), N_GROUPS):
-            o_group = start + tl.arange(0, N_GROUPS)
-            m_group = (o_group < tl.cdiv(tokens, GROUP)) & (o_group < tl.cdiv(P - begin, GROUP))
-            peaks = tl.maximum(peaks, tl.load(p_partial + begin // GROUP + o_group, mask=m_group, other=0.0))
-        unit = tl.max(peaks, 0) / 16384.0
+        n_of_program = tl.cdiv(tl.minimum(tokens, P - begin), GROUP)
+        peak = peak_of(p_partial + begin // GROUP, n_of_program, N_GROUPS)
+        unit = tl.maximum(peak, 1e-30) / 16384.0
     for start in tl.range(0, tokens, BLOCK_T, num_stages=STAGES):
         first = begin + start
         m_t = o_t < tl.minimum(tokens - start, P - first)

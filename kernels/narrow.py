@@ -135,8 +135,8 @@ def gradient_peaks_kernel(
 
 
 @triton.jit
-def largest(p_values, count, BLOCK: tl.constexpr):
-    """Of `count` values from zero up."""
+def peak_of(p_values, count, BLOCK: tl.constexpr):
+    """The largest of `count` values, none of them negative."""
     b_peak = tl.zeros([BLOCK], tl.float32)
     for start in range(0, count, BLOCK):
         o = start + tl.arange(0, BLOCK)
@@ -163,10 +163,10 @@ def narrow_gradients_kernel(
     """
     n = tl.program_id(1)
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    dfit = power_of_two(PEAK * tl.load(p_room + n) / tl.maximum(largest(p_peaks + n * n_tiles, n_tiles, BLOCK), 1e-30))
+    dfit = power_of_two(PEAK * tl.load(p_room + n) / tl.maximum(peak_of(p_peaks + n * n_tiles, n_tiles, BLOCK), 1e-30))
     slope_fit = 1.0
     if QUERY:
-        peak = largest(p_peaks + (N + n) * n_tiles, n_tiles, BLOCK)
+        peak = peak_of(p_peaks + (N + n) * n_tiles, n_tiles, BLOCK)
         slope_fit = power_of_two(SLOPE_PEAK / tl.maximum(peak, 1e-30))
     if tl.program_id(0) == 0:
         tl.store(p_dfit + n, dfit)
