@@ -160,8 +160,9 @@ class _ReadBlock(torch.autograd.Function):
                 products, unit, scale_of_r, a, mean, dstatistics, P * m, BLOCK=depth_softmax.BLOCK
             )
             scores = Scores(a[None], rstd, 0, query, logits[None])
-            of_sources = sources_backward(spec, sources, scores, dr, unit[None], mean[None], (dr_table, dweights))
-            dpartial, dtaps, dquery = sources.buffers.out[0], of_sources[1][0], of_sources[2]
+            units, means = unit[None], mean[None]
+            _, dtaps, dquery = sources_backward(spec, sources, scores, dr, dr_table, dweights, units, means)
+            dpartial, dtaps = sources.buffers.out[0], dtaps[0]
         dparameters = [dtaps if ctx.dtypes[0] is not None else None, dquery, *of_mix.mixer]
         dparameters = [None if g is None else g.to(dtype) for g, dtype in zip(dparameters, ctx.dtypes, strict=True)]
         return None, None, dr.view(*shape, D), dstatistics.view(2, *shape), dpartial, *dparameters

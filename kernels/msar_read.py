@@ -26,9 +26,10 @@ from kernels.msar_steps import (
     scores_of,
     softmax_over_sources,
     sources_backward,
+    weights_gradient,
 )
 from kernels.reference import Gate
-from kernels.tiles import aligned, check_sources, check_streams, float32
+from kernels.tiles import aligned, check_sources, check_streams, float32, table
 
 
 class _Read(torch.autograd.Function):
@@ -77,7 +78,9 @@ class _Read(torch.autograd.Function):
             of_mix = mix_backward(spec, retrieved, scale, dr, mixer, statistics, in_place=True)
             dr, unit, dmixer = of_mix.dr, of_mix.unit[None], of_mix.mixer
         scores = Scores(weights, rstd, len(ctx.rows), query, logits)
-        dlogits, dtaps, dquery = sources_backward(spec, sources, scores, dr, unit)
+        dr_table = table([dr])
+        dweights, _ = weights_gradient(spec, sources, rstd, [dr], dr_table)
+        dlogits, dtaps, dquery = sources_backward(spec, sources, scores, dr, dr_table, dweights, unit)
         dscores = scores_gradient(later[n:], ctx.shapes, ctx.rows, dlogits)
         dtaps = () if ctx.n_taps == 0 else (dtaps.sum(0),) if ctx.n_taps == 1 else dtaps.unbind()
         dparameters = [dquery, *dmixer, *dtaps]

@@ -60,19 +60,16 @@ class Sources:
         prepared: Sequence[Tensor | None] | None = None,
     ) -> None:
         """`taps` has one group per source, a single one for all, or none where no stream has any; `buffers` takes
-        gradients in the backward pass; `prepared` is what was of the same sources in the forward pass."""
+        gradients in the backward pass; `prepared` is that of the same sources in the forward pass."""
         self.tensors, self.position, self.buffers = tuple(tensors), position, buffers
         x, N = self.tensors[0], len(self.tensors)
         half = x.dtype == torch.bfloat16 and N <= narrow.MAX_SOURCES
         self.compute = torch.float16 if half else torch.float32
-        self._fits: tuple[Tensor, Tensor] | None = None
-        if prepared is not None and half:
-            self._fits = (prepared[1], prepared[2])
+        self.narrow_taps, *fits = prepared or (None,) * 3
+        self._fits = tuple(fits) if half and prepared else None
         groups = tuple(taps) or self.tensors[:1]  # without taps the kernels never follow the address
-        self.narrow_taps = None
-        if half and taps:
-            fresh = prepared is None
-            self.narrow_taps = x.new_empty(len(taps), *taps[0].shape, dtype=torch.float16) if fresh else prepared[0]
+        if half and taps and self.narrow_taps is None:
+            self.narrow_taps = x.new_empty(len(taps), *taps[0].shape, dtype=torch.float16)
         narrowed = groups if self.narrow_taps is None else self.narrow_taps.unbind()
         gradients = () if buffers is None else (buffers.given, buffers.out)
         # rows: sources, taps, taps in the dtype that computes; gradients to add to, gradients to write
@@ -95,7 +92,8 @@ class Sources:
 
     @property
     def prepared(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """For the backward pass: taps in fp16 and `fits`, once they are known; None where fp32 computes."""
+        """For the backward pass, after `fits`: taps in fp16 and what it says; None where fp32 computes."""
+        assert self._fits is not None or self.compute == torch.float32
         return self.narrow_taps, *(self._fits or (None, None))
 
     @property
@@ -387,13 +385,14 @@ def softmax_backward(
 
 
 def sources_backward(
-    spec: Spec, sources: Sources, scores: Scores, dr: Tensor, units: Tensor | float, means: Tensor | None = None,
-    known: tuple[Tensor, Tensor] | None = None,
+    spec: Spec, sources: Sources, scores: Scores, dr: Tensor, dr_table: Tensor, dweights: Tensor,
+    units: Tensor | float, means: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Gradients of all that one read did with N sources; those of the sources go to their buffers.
 
     Args:
-        dr: [P, m, D], or [P, D] that all streams share.
+        dr: [P, m, D], or [P, D] that all streams share, and a table of it.
+        dweights: [1, N, P, m], see `weights_gradient`.
         units: what its values count, [1, P, m] or one number.
         means: [1, P, m], sum over all sources of the read of weight times its gradient; None where these are all its
             sources and it is summed here.
@@ -402,10 +401,6 @@ def sources_backward(
         where every source was scored elsewhere.
     """
     N, n, rstd = sources.shape[3], scores.n_ahead, scores.rstd
-    if known is None:
-        dr_table = table([dr])
-        known = dr_table, weights_gradient(spec, sources, rstd, [dr], dr_table)[0]
-    dr_table, dweights = known
     logits = scores.logits if n < N else None
     scaled, slope, bend = softmax_backward(scores.weights, rstd, logits, dweights, units, means, sources.shape[2])
     dlogits = slope[:, :n] / rstd[:n]
