@@ -4,15 +4,53 @@ A completed source is expanded once forward, for the norms of its streams, and o
 later reads are matrix products. What travels to the reads is small: 4 m bytes per source, token and later read.
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from kernels import dots
 from kernels.gradients import Buffers
-from kernels.msar_steps import Ahead, Sources, Spec, scores_ahead, scores_ahead_backward
+from kernels.msar_steps import Sources, Spec, score, walk_sources
 from kernels.tiles import aligned, check_sources, check_streams, float32
+
+
+def scores_ahead(
+    spec: Spec, source: Tensor, taps: Tensor | None, queries: Tensor, position: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Logits [R, P, m] of one source for queries [R, m, D], and its rstd [P, m]."""
+    _, rstd = score(spec, Sources([source], () if taps is None else (taps,), position), None)
+    return dots.logits(source, taps, queries, rstd[0], spec.kernel_sizes, position), rstd[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Ahead:
+    """A source's scores for all reads to come, to differentiate.
+
+    Attributes:
+        taps: [K, D] or None; queries: [R, m, D].
+        logits: [R, P, m]; rstd: [P, m].
+    """
+
+    taps: Tensor | None
+    queries: Tensor
+    logits: Tensor
+    rstd: Tensor
+
+    def backward(self, spec: Spec, source: Tensor, position: Tensor | None, dlogits: Tensor) -> dots.Gradients:
+        """For dlogits [R, P, m]; what it gives for streams and source is left to a walk."""
+        scores = (self.logits.contiguous(), self.rstd)
+        return dots.backward(source, self.taps, self.queries, scores, dlogits.contiguous(), spec.kernel_sizes, position)
+
+
+def scores_ahead_backward(spec: Spec, sources: Sources, ahead: Ahead, dlogits: Tensor) -> tuple[Tensor, Tensor]:
+    """For dlogits [R, P, m] the gradients of queries and taps [K, D]; the one source's goes to its buffer."""
+    of_dots = ahead.backward(spec, sources.tensors[0], sources.position, dlogits)
+    of_scores, rstd = (None, of_dots.bend[None], None), ahead.rstd[None]
+    _, of_norm = walk_sources(spec, sources, slice(0, 1), None, None, of_scores, rstd=rstd, more=of_dots.source)
+    return of_dots.queries, of_dots.taps + of_norm[0]
 
 
 class _ScoreSource(torch.autograd.Function):

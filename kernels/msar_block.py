@@ -15,6 +15,7 @@ The two functions agree on what travels between them as gradients: in the place 
 units, in the place of the statistics' (log-sum-exp, scale) the mean of the weights' gradient and those units.
 """
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -24,25 +25,28 @@ from torch.autograd.function import once_differentiable
 
 from kernels import MAX_READS, depth_softmax
 from kernels.gradients import Buffers
+from kernels.msar_ahead import Ahead, scores_ahead
 from kernels.msar_mix import Mixer, mix, mix_backward
 from kernels.msar_steps import (
-    Ahead,
     Scores,
     Sources,
     Spec,
-    block_backward,
+    reads_at_once,
     retrieve,
     score,
-    scores_ahead,
     scores_gradient,
     scores_of,
     scratch_dtype,
+    softmax_backward,
     softmax_over_sources,
     sources_backward,
+    walk_sources,
     weights_gradient,
 )
 from kernels.reference import Gate
 from kernels.tiles import aligned, check_sources, check_streams, float32, table
+
+READS_OF_A_WALK = 3  # that share one expansion of a source; a fourth would spill registers
 
 
 class _OpenBlock(torch.autograd.Function):
@@ -103,6 +107,42 @@ class _OpenBlock(torch.autograd.Function):
         dparameters = [*(dtaps.unbind() if taps else ()), *dqueries.unbind()]
         dparameters = [g.to(dtype) for g, dtype in zip(dparameters, ctx.dtypes, strict=True)]
         return None, None, None, None, None, *sources.buffers.out, *dscores, *dparameters
+
+
+def block_backward(
+    spec: Spec, sources: Sources, weights: Tensor, rstd: Tensor, drs: Sequence[Tensor], units: Tensor, means: Tensor,
+    ahead: Ahead, of_later: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of all that the R reads of a block did with N sources, of which the last was scored here.
+
+    Args:
+        weights: [R, N, P, m]; rstd: [N, P, m].
+        drs: R tensors [P, m, D], whose values count units [R, P, m].
+        means: [R, P, m], sum over all sources of a read of weight times its gradient; NaN for a read that has no other
+            sources, for which it is summed here.
+        ahead: of the last source, for these reads and those that follow.
+        of_later: gradients of its logits for those that follow [R', P, m].
+    Returns:
+        Gradients of the older sources' logits [R, N - 1, P, m], of the taps [N, K, D], of the queries [R + R', m, D].
+    """
+    R, N = weights.shape[:2]
+    older, last = slice(0, N - 1), slice(N - 1, N)
+    dr_table = table(drs)
+    dweights, _ = weights_gradient(spec, sources, rstd, drs, dr_table)
+    scaled, slope, _ = softmax_backward(weights, rstd, None, dweights, units, means, sources.shape[2])
+    dlogits = slope / rstd
+    of_dots = ahead.backward(spec, sources.tensors[-1], sources.position, torch.cat((dlogits[:, -1], of_later)))
+    dtaps = 0
+    for group in reads_at_once(R, READS_OF_A_WALK):
+        walk_reads = functools.partial(
+            walk_sources, spec, sources, dr_table=dr_table[:, group], weights=scaled[group], rstd=rstd,
+            dr_dtype=drs[0].dtype, again=group.start > 0,
+        )  # fmt: skip
+        of_norms = {} if group.start else {"of_scores": (None, of_dots.bend[None], None), "more": of_dots.source}
+        of_older = [walk_reads(older)[1]] if N > 1 else []
+        dtaps = dtaps + torch.cat((*of_older, walk_reads(last, **of_norms)[1]))
+    dtaps[-1] += of_dots.taps
+    return dlogits[:, :-1], dtaps, of_dots.queries
 
 
 class _ReadBlock(torch.autograd.Function):

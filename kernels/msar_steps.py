@@ -13,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels import depth_softmax, dots, narrow, streams, streams_backward, walk
+from kernels import depth_softmax, narrow, streams, streams_backward, walk
 from kernels.gradients import Buffers, own_buffer
 from kernels.reference import Gate, n_taps
 from kernels.tensor_sums import on_tensor_cores
@@ -22,7 +22,6 @@ from kernels.tiles import TRITON_DTYPES, processors, table
 SEGMENT = 256  # tokens per program of a backward walk, about: one partial row set of the taps' gradient each
 WALKS = {torch.float16: 12, torch.float32: 8}  # programs of a walk that an SM holds at once, by the computing dtype
 READS_AT_ONCE = 4  # reads that share one expansion of a source in a launch
-READS_OF_A_WALK = 3  # likewise in a walk; a fourth would spill registers
 WARPS = 4  # tiles of tokens side by side that share the taps they fetch
 
 
@@ -183,42 +182,6 @@ def score(spec: Spec, sources: Sources, query: Tensor | None) -> tuple[Tensor | 
     return logits, rstd
 
 
-def scores_ahead(
-    spec: Spec, source: Tensor, taps: Tensor | None, queries: Tensor, position: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Logits [R, P, m] of one source for queries [R, m, D], and its rstd [P, m]."""
-    _, rstd = score(spec, Sources([source], () if taps is None else (taps,), position), None)
-    return dots.logits(source, taps, queries, rstd[0], spec.kernel_sizes, position), rstd[0]
-
-
-@dataclasses.dataclass(frozen=True)
-class Ahead:
-    """A source's scores for all reads to come, to differentiate.
-
-    Attributes:
-        taps: [K, D] or None; queries: [R, m, D].
-        logits: [R, P, m]; rstd: [P, m].
-    """
-
-    taps: Tensor | None
-    queries: Tensor
-    logits: Tensor
-    rstd: Tensor
-
-    def backward(self, spec: Spec, source: Tensor, position: Tensor | None, dlogits: Tensor) -> dots.Gradients:
-        """For dlogits [R, P, m]; what it gives for streams and source is left to a walk."""
-        scores = (self.logits.contiguous(), self.rstd)
-        return dots.backward(source, self.taps, self.queries, scores, dlogits.contiguous(), spec.kernel_sizes, position)
-
-
-def scores_ahead_backward(spec: Spec, sources: Sources, ahead: Ahead, dlogits: Tensor) -> tuple[Tensor, Tensor]:
-    """For dlogits [R, P, m] the gradients of queries and taps [K, D]; the one source's goes to its buffer."""
-    of_dots = ahead.backward(spec, sources.tensors[0], sources.position, dlogits)
-    of_scores, rstd = (None, of_dots.bend[None], None), ahead.rstd[None]
-    _, of_norm = walk_sources(spec, sources, slice(0, 1), None, None, of_scores, rstd=rstd, more=of_dots.source)
-    return of_dots.queries, of_dots.taps + of_norm[0]
-
-
 def scores_of(scores: Sequence[Tensor], rows: Sequence[int], n_reads: int) -> tuple[Tensor, Tensor]:
     """Logits [R, N, P, m] of R reads that begin at `rows`, and rstd [N, P, m], of scores [R_n + 1, B, T, m]."""
     logits = [x[row : row + n_reads] for x, row in zip(scores, rows, strict=True)]
@@ -329,42 +292,6 @@ def weights_gradient(
             **sources.constants(spec, compute, None if fit is None else 16 if n_reads <= 2 else 12),
         )  # fmt: skip
     return out, means
-
-
-def block_backward(
-    spec: Spec, sources: Sources, weights: Tensor, rstd: Tensor, drs: Sequence[Tensor], units: Tensor, means: Tensor,
-    ahead: Ahead, of_later: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of all that the R reads of a block did with N sources, of which the last was scored here.
-
-    Args:
-        weights: [R, N, P, m]; rstd: [N, P, m].
-        drs: R tensors [P, m, D], whose values count units [R, P, m].
-        means: [R, P, m], sum over all sources of a read of weight times its gradient; NaN for a read that has no other
-            sources, for which it is summed here.
-        ahead: of the last source, for these reads and those that follow.
-        of_later: gradients of its logits for those that follow [R', P, m].
-    Returns:
-        Gradients of the older sources' logits [R, N - 1, P, m], of the taps [N, K, D], of the queries [R + R', m, D].
-    """
-    R, N = weights.shape[:2]
-    older, last = slice(0, N - 1), slice(N - 1, N)
-    dr_table = table(drs)
-    dweights, _ = weights_gradient(spec, sources, rstd, drs, dr_table)
-    scaled, slope, _ = softmax_backward(weights, rstd, None, dweights, units, means, sources.shape[2])
-    dlogits = slope / rstd
-    of_dots = ahead.backward(spec, sources.tensors[-1], sources.position, torch.cat((dlogits[:, -1], of_later)))
-    dtaps = 0
-    for group in reads_at_once(R, READS_OF_A_WALK):
-        walk_reads = functools.partial(
-            walk_sources, spec, sources, dr_table=dr_table[:, group], weights=scaled[group], rstd=rstd,
-            dr_dtype=drs[0].dtype, again=group.start > 0,
-        )  # fmt: skip
-        of_norms = {} if group.start else {"of_scores": (None, of_dots.bend[None], None), "more": of_dots.source}
-        of_older = [walk_reads(older)[1]] if N > 1 else []
-        dtaps = dtaps + torch.cat((*of_older, walk_reads(last, **of_norms)[1]))
-    dtaps[-1] += of_dots.taps
-    return dlogits[:, :-1], dtaps, of_dots.queries
 
 
 def softmax_backward(
