@@ -21,6 +21,7 @@ from kernels.tiles import TRITON_DTYPES, processors, table
 
 SEGMENT = 256  # tokens per program of a backward walk, about: one partial row set of the taps' gradient each
 WALKS = {torch.float16: 12, torch.float32: 8}  # programs of a walk that an SM holds at once, by the computing dtype
+WALK_STEPS = 4  # tokens that a walk takes at a time
 READS_AT_ONCE = 4  # reads that share one expansion of a source in a launch
 WARPS = 4  # tiles of tokens side by side that share the taps they fetch
 
@@ -365,7 +366,8 @@ def walk_sources(
     slope, bend, query = of_scores or (None,) * 3
     compute, fit, dfit = computing_dtype(sources, dr_dtype), None, None
     at_once = WALKS[compute] * processors(rstd.device)
-    segment = segment_length((B, T), n_tiles * N, max(spec.kernel_sizes) - 1, at_once)
+    delay = triton.cdiv(max(spec.kernel_sizes) - 1, WALK_STEPS) * WALK_STEPS
+    segment = segment_length((B, T), n_tiles * N, delay, at_once)
     n_segments = triton.cdiv(T, segment)
     sums = rstd.new_empty(N, B * n_segments, spec.K + (0 if query is None else spec.m), D)
     weights = None if weights is None else weights[:, part]
@@ -381,7 +383,8 @@ def walk_sources(
         rows, dr_table, weights, slope, bend, query, fit, dfit, *(more or (None, None)),
         sources.position, sums, T, N, rows.stride(0), B * T, n_segments, segment,
         READS=R, SHARED=shared, BEND=bend is not None, QUERY=query is not None, MORE=more is not None,
-        BLOCK_D=spec.block_d, UNROLL=4, ADD=again or sources.buffers.add, DR_DTYPE=TRITON_DTYPES[dr_dtype], num_warps=1,
+        BLOCK_D=spec.block_d, UNROLL=WALK_STEPS, STAGES=3 if R <= 2 and compute == torch.float16 else 2,
+        EVEN=T % WALK_STEPS == 0, ADD=again or sources.buffers.add, DR_DTYPE=TRITON_DTYPES[dr_dtype], num_warps=1,
         **sources.constants(spec, compute, None if fit is None else 12),
     )  # fmt: skip
     of_sources = sums.sum(1)

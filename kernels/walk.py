@@ -9,6 +9,7 @@ way. Programs of the sources of one place run side by side, so that the L2 serve
 import triton
 import triton.language as tl
 
+from kernels.staged import carried, load_factors, load_tile, plus_times, rows_carried, rows_of, times, zeros_like
 from kernels.tiles import (
     computed,
     convolved,
@@ -16,7 +17,6 @@ from kernels.tiles import (
     learned,
     load_fit,
     load_rows,
-    load_values,
     multiply,
     multiply_add,
     n_streams,
@@ -35,7 +35,7 @@ def gradient_kernel(
     p_sums, T, N, n_table, P, n_segments, SEGMENT,
     SIZES: tl.constexpr, READS: tl.constexpr, SHARED: tl.constexpr, BEND: tl.constexpr, QUERY: tl.constexpr,
     MORE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr, ADD: tl.constexpr,
-    PACKED: tl.constexpr, DTYPE: tl.constexpr, DR_DTYPE: tl.constexpr, COMPUTE: tl.constexpr,
+    PACKED: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr, DR_DTYPE: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """Gradients of sources and taps. One program: SEGMENT tokens of one source, in steps of UNROLL,
     which divides SEGMENT.
@@ -45,8 +45,9 @@ def gradient_kernel(
         dquery_j = sum_nt slope_nj[t] u_nj[t]
 
     The walk goes on for the widest tap beyond the segment, since later tokens reach back into it; a row's gradient
-    is complete, and leaves the window, when the widest tap has passed it. UNROLL steps load first and store last:
-    a store keeps the compiler from moving later loads before it.
+    is complete, and leaves the window, when the widest tap has passed it. What UNROLL steps load is on its way through
+    shared memory STAGES - 1 turns before, see `staged`. EVEN: UNROLL divides T, so that steps of a turn are all inside
+    the sequence, and all of a segment, or none.
 
     COMPUTE fp16: v is multiplied by fit and du by dfit, see `narrow`; sums of UNROLL products of the two, or of slope
     and u, in fp16, of those in fp32.
@@ -65,6 +66,7 @@ def gradient_kernel(
     M: tl.constexpr = n_streams(SIZES)
     K: tl.constexpr = first_tap(SIZES, M)
     PAST: tl.constexpr = widest(SIZES) - 1
+    DELAY: tl.constexpr = (PAST + UNROLL - 1) // UNROLL * UNROLL  # until dv of a row is complete
     NARROW: tl.constexpr = COMPUTE == tl.float16
     n = tl.program_id(0) % N
     b = tl.program_id(1) // n_segments
@@ -90,75 +92,74 @@ def gradient_kernel(
         given = load_rows(p_query, o_d, D, M)
         for j in tl.static_range(M):
             queries = queries + ((given[j] * (dfit / slope_fit)).to(COMPUTE),)
-    pending = zeros(PAST, BLOCK_D, COMPUTE)  # dv of the last rows, oldest first
-    dtaps = zeros(K, BLOCK_D, tl.float32)
-    dquery = zeros(M if QUERY else 0, BLOCK_D, tl.float32)
+    # dv of the last rows, oldest first
+    pending = carried(zeros(DELAY, BLOCK_D, COMPUTE), DELAY, COMPUTE, BLOCK_D)
+    b_loaded = b_taps[0] if K > 0 else queries[0] if QUERY else tl.zeros([BLOCK_D], COMPUTE)
+    dtaps = zeros_like(b_loaded, o_d, K)
+    dquery = zeros_like(b_loaded, o_d, M if QUERY else 0)
     t_start = t_first.to(tl.int64)
     history = raw_rows(p_source + (t_start - PAST) * D, t_start - PAST, o_d, T, D, PAST, 0, False)
-    window = computed(history, fit, PAST, COMPUTE)
-    for start in range(0, t_end - t_first + PAST, UNROLL):
+    window = carried(computed(history, fit, PAST, COMPUTE), PAST, COMPUTE, BLOCK_D)
+    DR_ROWS: tl.constexpr = UNROLL * (1 if SHARED else M)
+    for start in tl.range(0, t_end - t_first + DELAY, UNROLL, num_stages=STAGES):
         t_now = t_start + start
         first = sequence + t_now
-        t_done = t_now - PAST
-        raw = raw_rows(p_source + t_now * D, t_now, o_d, T, D, 0, UNROLL, False)
+        t_done = t_now - DELAY
+        # rows beyond the sequence or outside the segment count for nothing: others may stand for them
+        t_row = tl.minimum(t_now, T - UNROLL) if EVEN else t_now
+        left = T - t_row
+        raw = rows_of(load_tile(p_source + t_row * D, o_d, 0, left, D, BLOCK_D, UNROLL, EVEN), UNROLL)
         drs = ()
-        weights = ()
-        bends = ()
-        slopes = ()
-        for s in tl.static_range(UNROLL):
-            exists = t_now + s < T
-            mask = row_mask(o_d, exists, D, BLOCK_D)
-            for j in tl.static_range(1 if SHARED else M):
-                row = first + s if SHARED else (first + s) * M + j
-                b_drs = ()
-                for r in tl.static_range(READS):
-                    b_drs = b_drs + (tl.load(gradients[r] + row * D + o_d, mask=mask, other=0.0),)
-                drs = drs + (b_drs,)
-            at = (n * P + first + s) * M
-            if READS > 0:
-                weights = weights + (load_values(p_weights + at * READS, exists, M * READS, COMPUTE),)
-            if BEND:
-                bends = bends + (load_values(p_bend + at, exists, M, COMPUTE),)
-            if QUERY:
-                slopes = slopes + (load_values(p_slope + at, exists, M, COMPUTE),)
+        for r in tl.static_range(READS):
+            p_rows = gradients[r] + (sequence + t_row) * (DR_ROWS // UNROLL) * D
+            b_tile = load_tile(p_rows, o_d, 0, left * (DR_ROWS // UNROLL), D, BLOCK_D, DR_ROWS, EVEN)
+            drs = drs + (rows_of(b_tile, DR_ROWS),)
+        at = (n * P + first) * M
+        n_values = (T - t_now) * M
+        if READS > 0:
+            p_factors = p_weights + at * READS
+            weights = load_factors(p_factors, n_values * READS, UNROLL * M * READS, COMPUTE, EVEN)
+        if BEND:
+            bends = load_factors(p_bend + at, n_values, UNROLL * M, COMPUTE, EVEN)
+        if QUERY:
+            slopes = load_factors(p_slope + at, n_values, UNROLL * M, COMPUTE, EVEN)
+        t_within = tl.maximum(tl.minimum(t_done, t_end - UNROLL), t_first) if EVEN else t_done
+        begin, end = t_first - t_within, t_end - t_within
         earlier = ()
         if ADD:
-            earlier = rows_within(p_in + t_done * D, t_done, o_d, t_first, t_end, D, BLOCK_D, UNROLL)
+            earlier = rows_of(load_tile(p_in + t_within * D, o_d, begin, end, D, BLOCK_D, UNROLL, EVEN), UNROLL)
         more = ()
         if MORE:
-            more = rows_within(p_more + (sequence + t_done) * D, t_done, o_d, t_first, t_end, D, BLOCK_D, UNROLL)
-        rows = window + computed(raw, fit, UNROLL, COMPUTE)
-        pending = pending + zeros(UNROLL, BLOCK_D, COMPUTE)
+            p_rows = p_more + (sequence + t_within) * D
+            more = rows_of(load_tile(p_rows, o_d, begin, end, D, BLOCK_D, UNROLL, EVEN), UNROLL)
+        rows = rows_carried(window, PAST, COMPUTE, BLOCK_D) + computed(raw, fit, UNROLL, COMPUTE)
+        ending = rows_carried(pending, DELAY, COMPUTE, BLOCK_D) + zeros(UNROLL, BLOCK_D, COMPUTE)
         positions = ()
         dus = ()
         slope_sums = ()
         for s in tl.static_range(UNROLL):
-            exists = t_now + s < T
             if PACKED:
-                positions = positions + (tl.load(p_position + first + s, mask=exists, other=0),)
+                positions = positions + (tl.load(p_position + first + s, mask=t_now + s < T, other=0),)
             new_sums = ()
             for j in tl.static_range(M):
                 if BEND or QUERY:
-                    seen = seen_at(rows, p_position, first + s, exists, s, PAST + 1, PACKED)
+                    seen = seen_at(rows, p_position, first + s, t_now + s < T, s, PAST + 1, PACKED)
                     b_u = convolved(b_taps, seen, first_tap(SIZES, j), width(SIZES, j))
                 if READS > 0:
-                    b_drs = drs[s if SHARED else s * M + j]
-                    b_du = multiply(weights[s][j * READS], b_drs[0].to(COMPUTE))
-                    for r in tl.static_range(1, READS):
-                        b_du = multiply_add(weights[s][j * READS + r], b_drs[r].to(COMPUTE), b_du)
+                    b_du = weighted(drs, weights, s, j, M, READS, SHARED, COMPUTE)
                     if BEND:
-                        b_du = multiply_add(-bends[s][j], b_u, b_du)
+                        b_du = plus_times(b_du, bends, s * M + j, -b_u)
                 else:
-                    b_du = multiply(-bends[s][j], b_u)
+                    b_du = times(bends, s * M + j, -b_u)
                 if QUERY:
-                    b_du = multiply_add(slopes[s][j], queries[j], b_du)
+                    b_du = plus_times(b_du, slopes, s * M + j, queries[j])
                     if s == 0:
-                        b_sum = multiply(slopes[s][j], b_u)
+                        b_sum = times(slopes, s * M + j, b_u)
                     else:
-                        b_sum = multiply_add(slopes[s][j], b_u, slope_sums[j])
+                        b_sum = plus_times(slope_sums[j], slopes, s * M + j, b_u)
                     new_sums = new_sums + (b_sum,)
-                pending = transposed(
-                    pending, b_taps, b_du, positions, s, first_tap(SIZES, j), width(SIZES, j), PAST, UNROLL, PACKED
+                ending = transposed(
+                    ending, b_taps, b_du, positions, s, first_tap(SIZES, j), width(SIZES, j), DELAY, UNROLL, PACKED
                 )
                 dus = dus + (b_du,)
             slope_sums = new_sums
@@ -176,16 +177,17 @@ def gradient_kernel(
             dquery = new_dquery
         done = ()
         for s in tl.static_range(UNROLL):
-            b_dv = pending[s].to(tl.float32) * unit
+            b_dv = ending[s].to(tl.float32) * unit
             if MORE:
                 b_dv += more[s].to(tl.float32) * more_unit
             if ADD:
                 b_dv += earlier[s].to(tl.float32)
             done = done + (b_dv,)
-        window = newest(rows, UNROLL, PAST)
-        pending = newest(pending, UNROLL, PAST)
+        window = carried(newest(rows, UNROLL, PAST), PAST, COMPUTE, BLOCK_D)
+        pending = carried(newest(ending, UNROLL, DELAY), DELAY, COMPUTE, BLOCK_D)
         for s in tl.static_range(UNROLL):
-            complete = (t_done + s >= t_first) & (t_done + s < t_end)
+            t = t_done if EVEN else t_done + s
+            complete = (t >= t_first) & (t < t_end)
             mask = row_mask(o_d, complete, D, BLOCK_D)
             tl.store(p_out + (t_done + s) * D + o_d, done[s].to(DTYPE), mask=mask)
     ROWS: tl.constexpr = K + (M if QUERY else 0)
@@ -208,13 +210,17 @@ def row_mask(o_d, inside, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def rows_within(p_first, t_first, o_d, t_start, t_end, D: tl.constexpr, BLOCK_D: tl.constexpr, COUNT: tl.constexpr):
-    """COUNT rows from row t_first at p_first on; zeros outside [t_start, t_end)."""
-    rows = ()
-    for i in tl.static_range(COUNT):
-        inside = (t_first + i >= t_start) & (t_first + i < t_end)
-        rows = rows + (tl.load(p_first + i * D + o_d, mask=row_mask(o_d, inside, D, BLOCK_D), other=0.0),)
-    return rows
+def weighted(
+    drs, weights, s: tl.constexpr, j: tl.constexpr, M: tl.constexpr, READS: tl.constexpr, SHARED: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """sum_r weight_rj dr_rj of step s."""
+    ROW: tl.constexpr = s if SHARED else s * M + j
+    FIRST: tl.constexpr = (s * M + j) * READS
+    b_du = times(weights, FIRST, drs[0][ROW].to(COMPUTE))
+    for r in tl.static_range(1, READS):
+        b_du = plus_times(b_du, weights, FIRST + r, drs[r][ROW].to(COMPUTE))
+    return b_du
 
 
 @triton.jit

@@ -32,6 +32,7 @@ SIZES = (1, 3)
 SOURCES = {"SIZES": SIZES, "D": D, "PACKED": True, "DTYPE": tl.bfloat16}
 TILE = {"STEPS": 4, "WARPS": 4, "BLOCK_D": 64, "EVEN": False}
 WALK = {"READS": 1, "BLOCK_D": 64, "UNROLL": 2, "SHARED": False, "DR_DTYPE": tl.float16, "ADD": True}
+WALK |= {"EVEN": False, "STAGES": 3}
 WHOLE = {"BEND": True, "QUERY": True, "MORE": False}
 WEIGHTS_ONLY = {"BEND": False, "QUERY": False, "MORE": False}
 NORM_ONLY = {"READS": 0, "BEND": True, "QUERY": False, "MORE": True}
