@@ -29,7 +29,7 @@ SHAPE = {"SIZES": (1, 4, 8, 12), "D": D, "PACKED": False, "DTYPE": tl.bfloat16, 
 TILE = SHAPE | {"EVEN": True, "WARPS": 4}
 NARROW = {"COMPUTE": tl.float16}
 WALK = SHAPE | NARROW | {"READS": 1, "DR_DTYPE": tl.float16, "UNROLL": 4, "ADD": True, "SHARED": False, "EVEN": True}
-WALK |= {"STAGES": 3}
+WALK |= {"STAGES": 3, "MIXED": False}
 MIX = {"M": 4, "D": D}
 MIX_ROWS = {"TOKENS": msar_mix.MIX_TOKENS, "SOFTMAX": False, "MEAN": False}
 MIX_ROWS |= msar_mix.row_tiles(4, D, msar_mix.MIX_TOKENS)
@@ -41,7 +41,6 @@ MIX_GRADIENT |= msar_mix.gradient_tile(4, torch.float16).options()
 MIX_WARPS = [tile.pop("num_warps") for tile in (MIX_ROWS, MIX_FACTORS, MIX_GRADIENT)]
 NO_QUERY = {"QUERY": False, "p_slope": None, "p_query": None}
 NO_MEANS = {"MEANS": False, "p_r": None, "p_means": None}
-NO_BASE = {"BASE": False, "p_base": None, "p_base_weight": None}
 TYPES = {
     "p_out": "*fp16",
     "p_dh": "*bf16",
@@ -56,7 +55,7 @@ TYPES = {
 }
 NARROW_TYPES = TYPES | dict.fromkeys(("p_weights", "p_slope", "p_bend"), "*fp16")  # where fp16 computes
 MIX_TYPES = TYPES | {"p_weight": "*fp16"}
-COUNTS = ("T", "N", "n_table", "P", "n_tiles", "n_segments", "SEGMENT", "count", "tokens")
+COUNTS = ("T", "N", "n_plain", "n_table", "P", "n_tiles", "n_segments", "SEGMENT", "count", "tokens")
 
 
 class Case(NamedTuple):
@@ -89,7 +88,7 @@ CASES = (
     Case(
         "retrieve",
         streams.retrieve_kernel,
-        TILE | NO_BASE | NARROW | {"STEPS": 8, "SCALED": True, "OUT_DTYPE": tl.float16, "READS": 1},
+        TILE | NARROW | {"STEPS": 8, "SCALED": True, "OUT_DTYPE": tl.float16, "READS": 1},
         4,
         16,
         SOURCES + 1,
@@ -98,7 +97,7 @@ CASES = (
     Case(
         "retrieve, 4 reads",
         streams.retrieve_kernel,
-        TILE | NO_BASE | NARROW | {"STEPS": 4, "SCALED": True, "OUT_DTYPE": tl.float16, "READS": 4},
+        TILE | NARROW | {"STEPS": 4, "SCALED": True, "OUT_DTYPE": tl.float16, "READS": 4},
         4,
         8,
         SOURCES,

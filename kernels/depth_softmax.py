@@ -40,7 +40,8 @@ def weights_kernel(p_logits, p_rstd, p_weights, p_lse, p_scale, N, count, BLOCK:
 def merge_kernel(p_logit, p_rstd, p_lse, p_scale, p_weight, p_base_weight, p_merged_scale, count, BLOCK: tl.constexpr):
     """The weight of one more source beside others of which log-sum-exp and the retrieved sum are known; all [count].
 
-    The sum, stored times p_scale, counts p_base_weight; the new one will be stored times p_merged_scale.
+    The sum is stored times p_scale, the new one will be times p_merged_scale, and p_base_weight says how much of the
+    stored sum that takes.
     """
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = o < count
@@ -48,8 +49,9 @@ def merge_kernel(p_logit, p_rstd, p_lse, p_scale, p_weight, p_base_weight, p_mer
     b_weight = 1.0 / (1.0 + tl.exp(tl.load(p_lse + o, mask=inside, other=0.0) - b_logit))
     b_scale = tl.load(p_scale + o, mask=inside, other=1.0)
     tl.store(p_weight + o, b_weight, mask=inside)
-    tl.store(p_base_weight + o, (1.0 - b_weight) / b_scale, mask=inside)
-    tl.store(p_merged_scale + o, tl.minimum(b_scale, tl.load(p_rstd + o, mask=inside, other=1.0)), mask=inside)
+    b_merged = tl.minimum(b_scale, tl.load(p_rstd + o, mask=inside, other=1.0))
+    tl.store(p_base_weight + o, (1.0 - b_weight) * (b_merged / b_scale), mask=inside)
+    tl.store(p_merged_scale + o, b_merged, mask=inside)
 
 
 @triton.jit

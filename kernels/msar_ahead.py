@@ -49,7 +49,7 @@ def scores_ahead_backward(spec: Spec, sources: Sources, ahead: Ahead, dlogits: T
     """For dlogits [R, P, m] the gradients of queries and taps [K, D]; the one source's goes to its buffer."""
     of_dots = ahead.backward(spec, sources.tensors[0], sources.position, dlogits)
     of_scores, rstd = (None, of_dots.bend[None], None), ahead.rstd[None]
-    _, of_norm = walk_sources(spec, sources, slice(0, 1), None, None, of_scores, rstd=rstd, more=of_dots.source)
+    _, of_norm = walk_sources(spec, sources, None, None, of_scores, rstd=rstd, more=of_dots.source)
     return of_dots.queries, of_dots.taps + of_norm[0]
 
 

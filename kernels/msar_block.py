@@ -15,7 +15,6 @@ The two functions agree on what travels between them as gradients: in the place 
 units, in the place of the statistics' (log-sum-exp, scale) the mean of the weights' gradient and those units.
 """
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -33,6 +32,7 @@ from kernels.msar_steps import (
     Spec,
     reads_at_once,
     retrieve,
+    retrieve_onto,
     score,
     scores_gradient,
     scores_of,
@@ -45,8 +45,6 @@ from kernels.msar_steps import (
 )
 from kernels.reference import Gate
 from kernels.tiles import aligned, check_sources, check_streams, float32, table
-
-READS_OF_A_WALK = 3  # that share one expansion of a source; a fourth would spill registers
 
 
 class _OpenBlock(torch.autograd.Function):
@@ -126,21 +124,19 @@ def block_backward(
         Gradients of the older sources' logits [R, N - 1, P, m], of the taps [N, K, D], of the queries [R + R', m, D].
     """
     R, N = weights.shape[:2]
-    older, last = slice(0, N - 1), slice(N - 1, N)
     dr_table = table(drs)
     dweights, _ = weights_gradient(spec, sources, rstd, drs, dr_table)
     scaled, slope, _ = softmax_backward(weights, rstd, None, dweights, units, means, sources.shape[2])
     dlogits = slope / rstd
     of_dots = ahead.backward(spec, sources.tensors[-1], sources.position, torch.cat((dlogits[:, -1], of_later)))
     dtaps = 0
-    for group in reads_at_once(R, READS_OF_A_WALK):
-        walk_reads = functools.partial(
-            walk_sources, spec, sources, dr_table=dr_table[:, group], weights=scaled[group], rstd=rstd,
-            dr_dtype=drs[0].dtype, again=group.start > 0,
-        )  # fmt: skip
-        of_norms = {} if group.start else {"of_scores": (None, of_dots.bend[None], None), "more": of_dots.source}
-        of_older = [walk_reads(older)[1]] if N > 1 else []
-        dtaps = dtaps + torch.cat((*of_older, walk_reads(last, **of_norms)[1]))
+    for group in reads_at_once(R):
+        # the first walk takes along what all reads made of the newest source's norms
+        of_norms = (None,) if group.start else ((None, of_dots.bend[None], None), N - 1)
+        dtaps = dtaps + walk_sources(
+            spec, sources, dr_table[:, group], scaled[group], *of_norms, rstd=rstd, dr_dtype=drs[0].dtype,
+            more=None if group.start else of_dots.source, again=group.start > 0,
+        )[1]  # fmt: skip
     dtaps[-1] += of_dots.taps
     return dlogits[:, :-1], dtaps, of_dots.queries
 
@@ -167,7 +163,7 @@ class _ReadBlock(torch.autograd.Function):
             depth_softmax.merge_kernel[(triton.cdiv(lse.numel(), depth_softmax.BLOCK),)](
                 logits, rstd, lse, scale_of_r, a, base_weight, merged, lse.numel(), BLOCK=depth_softmax.BLOCK
             )
-            (r,) = retrieve(spec, sources, a[None], rstd, merged, (r, base_weight))
+            r = retrieve_onto(spec, sources, a[None], rstd, merged, r, base_weight)
             of_partial = (query_32, held, taps_32, logits, rstd, a, *sources.prepared)
             scale_of_r = merged
         h, of_gates = mix(spec, r, scale_of_r, mixer, source_dtype(retrieved.dtype))

@@ -20,7 +20,6 @@ from kernels.tensor_sums import on_tensor_cores
 from kernels.tiles import TRITON_DTYPES, processors, table
 
 SEGMENT = 256  # tokens per program of a backward walk, about: one partial row set of the taps' gradient each
-WALKS = {torch.float16: 12, torch.float32: 8}  # programs of a walk that an SM holds at once, by the computing dtype
 WALK_STEPS = 4  # tokens that a walk takes at a time
 READS_AT_ONCE = 4  # reads that share one expansion of a source in a launch
 WARPS = 4  # tiles of tokens side by side that share the taps they fetch
@@ -110,11 +109,11 @@ class Sources:
 
         Args:
             compute: for kernels that have a choice.
-            warps_per_sm: 12 or 16 to be resident; the compiler would often rather take the registers of more.
+            warps_per_sm: 8, 12 or 16 to be resident; the compiler would often rather take the registers of more.
         """
         choice = {} if compute is None else {"COMPUTE": TRITON_DTYPES[compute]}
         if warps_per_sm is not None:
-            choice["maxnreg"] = {12: 168, 16: 128}[warps_per_sm]
+            choice["maxnreg"] = {8: 255, 12: 168, 16: 128}[warps_per_sm]
         return choice | {
             "SIZES": spec.kernel_sizes,
             "D": self.tensors[0].shape[-1],
@@ -210,16 +209,12 @@ def softmax_over_sources(logits: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor, 
     return weights, lse, scale
 
 
-def retrieve(
-    spec: Spec, sources: Sources, weights: Tensor, rstd: Tensor, scale: Tensor | None,
-    base: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+def retrieve(spec: Spec, sources: Sources, weights: Tensor, rstd: Tensor, scale: Tensor | None) -> tuple[Tensor, ...]:
     """The retrieved streams of R reads of the same sources: R tensors [P, m, D].
 
     Args:
         weights: [R, N, P, m]; rstd: [N, P, m].
         scale: [P, m] for the scratch dtype; None for the plain values in the sources' dtype.
-        base: [P, m, D] and its weight [P, m], added: what the read, a single one, has of other sources.
     """
     B, T, D, N = sources.shape
     dtype = sources.dtype if scale is None else scratch_dtype(sources.dtype)
@@ -236,12 +231,41 @@ def retrieve(
         steps = tokens_of_a_warp(spec.m * n_reads, 32 if fit is None else 64)
         n_tiles = triton.cdiv(T, WARPS * steps)
         streams.retrieve_kernel[(B * n_tiles * triton.cdiv(D, spec.block_d),)](
-            sources.table, by_read, fit, scale, *(base or (None, None)), sources.position, out_table[0, group], T, N,
-            B * T, n_tiles, READS=n_reads, BLOCK_D=spec.block_d, SCALED=scale is not None, BASE=base is not None,
+            sources.table, by_read, fit, scale, sources.position, out_table[0, group], T, N,
+            B * T, n_tiles, READS=n_reads, BLOCK_D=spec.block_d, SCALED=scale is not None,
             OUT_DTYPE=TRITON_DTYPES[dtype], **tiles(T, steps),
             # two reads of eight tokens just exceed the registers of 16 warps
             **sources.constants(spec, compute, None if fit is None else 12 if n_reads == 2 else 16),
         )  # fmt: skip
+    return out
+
+
+def retrieve_onto(
+    spec: Spec, source: Sources, weight: Tensor, rstd: Tensor, scale: Tensor, base: Tensor, base_weight: Tensor
+) -> Tensor:
+    """The retrieved streams [P, m, D] of a read, times `scale`: of one source, and of others what is known.
+
+    Args:
+        source: one.
+        weight: [1, 1, P, m]; rstd: [1, P, m]; scale: [P, m].
+        base: [P, m, D] of the other sources, of which base_weight [P, m] are taken.
+    """
+    B, T, D, _ = source.shape
+    fit = None
+    if source.compute == torch.float16:
+        fit, _ = source.fits(rstd)
+        weight = narrow.narrow_weights(weight, scale, fit)
+    else:
+        weight = weight * scale
+    n_tiles = triton.cdiv(D, spec.block_d)
+    segment = segment_length((B, T), n_tiles, 0, 16 * processors(rstd.device))
+    n_segments = triton.cdiv(T, segment)
+    out = torch.empty_like(base)
+    streams.add_source_kernel[(n_tiles, B * n_segments)](
+        source.table, weight, fit, base, base_weight, source.position, out, T, B * T, n_segments, segment,
+        BLOCK_D=spec.block_d, UNROLL=WALK_STEPS, EVEN=T % WALK_STEPS == 0, STAGES=3, num_warps=1,
+        OUT_DTYPE=TRITON_DTYPES[base.dtype], **source.constants(spec, source.compute, None if fit is None else 16),
+    )  # fmt: skip
     return out
 
 
@@ -331,62 +355,58 @@ def sources_backward(
     N, n, rstd = sources.shape[3], scores.n_ahead, scores.rstd
     logits = scores.logits if n < N else None
     scaled, slope, bend = softmax_backward(scores.weights, rstd, logits, dweights, units, means, sources.shape[2])
-    dlogits = slope[:, :n] / rstd[:n]
-    options = {"rstd": rstd, "shared": dr.ndim == 2, "dr_dtype": dr.dtype}
-    dquery, dtaps = None, []
-    if n:
-        dtaps += [walk_sources(spec, sources, slice(0, n), dr_table, scaled, **options)[1]]
-    if n < N:
-        of_scores = (slope[0, n:], bend[n:], scores.query)
-        dquery, rest = walk_sources(spec, sources, slice(n, N), dr_table, scaled, of_scores, **options)
-        dtaps += [rest]
-    return dlogits, torch.cat(dtaps), dquery
+    of_scores = None if bend is None else (slope[0, n:], bend[n:], scores.query)
+    dquery, dtaps = walk_sources(
+        spec, sources, dr_table, scaled, of_scores, n, rstd=rstd, shared=dr.ndim == 2, dr_dtype=dr.dtype
+    )
+    return slope[:, :n] / rstd[:n], dtaps, dquery
 
 
 def walk_sources(
-    spec: Spec, sources: Sources, part: slice, dr_table: Tensor | None, weights: Tensor | None,
-    of_scores: tuple[Tensor | None, Tensor, Tensor | None] | None = None,
+    spec: Spec, sources: Sources, dr_table: Tensor | None, weights: Tensor | None,
+    of_scores: tuple[Tensor | None, Tensor, Tensor | None] | None = None, n_plain: int = 0,
     *, rstd: Tensor, dr_dtype: torch.dtype = torch.float16, shared: bool = False,
     more: tuple[Tensor, Tensor] | None = None, again: bool = False,
 ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
-    """Gradients of some of the sources, in their buffers, and of their taps; see `walk.gradient_kernel`.
+    """Gradients of N sources, in their buffers, and of their taps; see `walk.gradient_kernel`.
 
     Args:
         dr_table: of R tensors, and their weights [R, N, P, m]; both None for no reads.
-        of_scores: slope and bend [part, P, m] and query [m, D] of a read that scored the part itself; slope and query
-            are None where only the norm is left to differentiate.
-        rstd: [N, P, m]; N counts all sources.
-        more: [P, D] and what its values count, one number: another gradient of the part, one source.
+        of_scores: slope and bend [N - n_plain, P, m] and query [m, D] of a read that scored all but the first n_plain
+            sources itself; slope and query are None where only the norm is left to differentiate.
+        rstd: [N, P, m].
+        more: [P, D] and what its values count, one number: another gradient of the only source that was scored.
         again: whether to add to what a walk before this one left in the buffers.
     Returns:
-        Gradients of the query [m, D], None if not given, and of the taps [part, K, D].
+        Gradients of the query [m, D], None if not given, and of the taps [N, K, D].
     """
-    B, T, D, _ = sources.shape
-    R, N, n_tiles = 0 if weights is None else len(weights), part.stop - part.start, triton.cdiv(D, spec.block_d)
+    B, T, D, N = sources.shape
+    R, n_tiles = 0 if weights is None else len(weights), triton.cdiv(D, spec.block_d)
     slope, bend, query = of_scores or (None,) * 3
     compute, fit, dfit = computing_dtype(sources, dr_dtype), None, None
-    at_once = WALKS[compute] * processors(rstd.device)
-    delay = triton.cdiv(max(spec.kernel_sizes) - 1, WALK_STEPS) * WALK_STEPS
-    segment = segment_length((B, T), n_tiles * N, delay, at_once)
+    # loads are under way through shared memory, so registers pay more than warps where there is much to hold
+    warps_per_sm = 8 if compute == torch.float32 or bend is not None or R > 3 else 12
+    past = triton.cdiv(max(spec.kernel_sizes) - 1, WALK_STEPS) * WALK_STEPS
+    segment = segment_length((B, T), n_tiles * N, past, warps_per_sm * processors(rstd.device))
     n_segments = triton.cdiv(T, segment)
-    sums = rstd.new_empty(N, B * n_segments, spec.K + (0 if query is None else spec.m), D)
-    weights = None if weights is None else weights[:, part]
+    n_rows = spec.K + (0 if query is None else spec.m)
+    sums = rstd.new_empty(N, B * n_segments, n_rows, D)
     if compute == torch.float16:
-        fit, room = (x[part] for x in sources.fits(rstd))
-        weights, slope, bend, dfit = narrow.narrow_gradients(weights, slope, bend, query, rstd[part], (fit, room), D)
+        fit, room = sources.fits(rstd)
+        weights, slope, bend, dfit = narrow.narrow_gradients(weights, slope, bend, query, rstd, (fit, room), D, n_plain)
     else:
         weights = None if weights is None else by_token(weights)
-    rows = sources.table[:, part]
+    rows = sources.table
     if again:
         rows = torch.cat((rows[:3], rows[4:], rows[4:]))
     walk.gradient_kernel[(n_tiles * N, B * n_segments)](
-        rows, dr_table, weights, slope, bend, query, fit, dfit, *(more or (None, None)),
-        sources.position, sums, T, N, rows.stride(0), B * T, n_segments, segment,
+        rows, dr_table, weights, slope, bend, query, fit, dfit, *(more or (None, None)), sources.position, sums,
+        T, N, n_plain, rows.stride(0), B * T, n_segments, segment,
         READS=R, SHARED=shared, BEND=bend is not None, QUERY=query is not None, MORE=more is not None,
-        BLOCK_D=spec.block_d, UNROLL=WALK_STEPS, STAGES=3 if R <= 2 and compute == torch.float16 else 2,
-        EVEN=T % WALK_STEPS == 0, ADD=again or sources.buffers.add, DR_DTYPE=TRITON_DTYPES[dr_dtype], num_warps=1,
-        **sources.constants(spec, compute, None if fit is None else 12),
+        MIXED=bend is not None and n_plain > 0, BLOCK_D=spec.block_d, UNROLL=WALK_STEPS, EVEN=T % WALK_STEPS == 0,
+        STAGES=3 if R <= 2 and compute == torch.float16 else 2, ADD=again or sources.buffers.add,
+        DR_DTYPE=TRITON_DTYPES[dr_dtype], num_warps=1, **sources.constants(spec, compute, warps_per_sm),
     )  # fmt: skip
     of_sources = sums.sum(1)
-    dtaps, dquery = of_sources[:, : spec.K], of_sources[:, spec.K :]
-    return None if query is None else dquery[0] if N == 1 else dquery.sum(0), dtaps
+    dquery = None if query is None else of_sources[n_plain:, spec.K :].sum(0)
+    return dquery, of_sources[:, : spec.K]

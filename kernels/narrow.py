@@ -103,30 +103,31 @@ def narrow_weights_kernel(
         tl.store(p_narrow + (n.to(tl.int64) * count + o) * READS + r, b_weight, mask=o < count)
 
 
-@triton.jit(do_not_specialize=["N"])
+@triton.jit(do_not_specialize=["N", "n_plain"])
 def gradient_peaks_kernel(
-    p_weights, p_slope, p_bend, p_query_peak, p_rstd, p_peaks, N, count, apart, D,
+    p_weights, p_slope, p_bend, p_query_peak, p_rstd, p_peaks, N, n_plain, count, apart, D,
     READS: tl.constexpr, M: tl.constexpr, BEND: tl.constexpr, QUERY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Of every tile of tokens and streams [N, tiles] a bound of |du| and (QUERY) the largest |slope|: two of them.
 
     Args:
         p_weights: READS times [N, count], `apart` from each other.
-        p_slope (QUERY), p_bend and p_rstd (BEND): [N, count].
+        p_slope (QUERY), p_bend (BEND): [N - n_plain, count]; the first n_plain sources have none. p_rstd: [N, count].
         p_query_peak: [M], the query's largest values.
     """
     n = tl.program_id(1)
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     at = n.to(tl.int64) * count + o
     b_peak = tl.zeros([BLOCK], tl.float32)
+    scored, at_scored = o < tl.where(n >= n_plain, count, 0), at - n_plain * tl.cast(count, tl.int64)
     if BEND:
-        b_bend = tl.load(p_bend + at, mask=o < count, other=0.0)
+        b_bend = tl.load(p_bend + at_scored, mask=scored, other=0.0)
         b_peak += tl.abs(b_bend) * tl.sqrt(D + 0.0) / tl.load(p_rstd + at, mask=o < count, other=1.0)
     for r in tl.static_range(READS):
         of_read = at + r * tl.cast(apart, tl.int64)
         b_peak += tl.abs(tl.load(p_weights + of_read, mask=o < count, other=0.0)) * GRADIENT_PEAK
     if QUERY:
-        b_slopes = tl.abs(tl.load(p_slope + at, mask=o < count, other=0.0))
+        b_slopes = tl.abs(tl.load(p_slope + at_scored, mask=scored, other=0.0))
         b_peak += b_slopes * tl.load(p_query_peak + o % M, mask=o < count, other=0.0)
     p_tile = p_peaks + n * tl.num_programs(0) + tl.program_id(0)
     tl.store(p_tile, tl.max(b_peak))
@@ -144,10 +145,10 @@ def peak_of(p_values, count, BLOCK: tl.constexpr):
     return tl.max(b_peak, 0)
 
 
-@triton.jit(do_not_specialize=["N"])
+@triton.jit(do_not_specialize=["N", "n_plain"])
 def narrow_gradients_kernel(
     p_weights, p_slope, p_bend, p_peaks, p_fit, p_room, p_narrow_weights, p_narrow_slope, p_narrow_bend, p_dfit, N,
-    count, apart, n_tiles,
+    n_plain, count, apart, n_tiles,
     READS: tl.constexpr, BEND: tl.constexpr, QUERY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """What a walk weights by, in fp16: weights and bend for du times `dfit`, slope in units of its own.
@@ -158,7 +159,7 @@ def narrow_gradients_kernel(
     Args:
         p_weights, p_slope, p_bend: as for `gradient_peaks_kernel`, whose peaks [2, N, n_tiles] p_peaks are.
         p_fit, p_room: [N], of `fit_kernel`.
-        p_narrow_weights: [N, count, READS], p_narrow_slope, p_narrow_bend: [N, count], written.
+        p_narrow_weights: [N, count, READS], p_narrow_slope, p_narrow_bend: [N - n_plain, count], written.
         p_dfit: [2, N], written: what du and (QUERY) slopes are multiplied by.
     """
     n = tl.program_id(1)
@@ -172,17 +173,18 @@ def narrow_gradients_kernel(
         tl.store(p_dfit + n, dfit)
         tl.store(p_dfit + N + n, slope_fit)
     at = n.to(tl.int64) * count + o
+    scored, at_scored = o < tl.where(n >= n_plain, count, 0), at - n_plain * tl.cast(count, tl.int64)
     if BEND:  # of u times fit; beyond fp16 only where a row is far smaller than the source's largest
-        b_bend = tl.load(p_bend + at, mask=o < count, other=0.0) * (dfit / tl.load(p_fit + n))
+        b_bend = tl.load(p_bend + at_scored, mask=scored, other=0.0) * (dfit / tl.load(p_fit + n))
         b_bend = tl.minimum(tl.maximum(b_bend, -FP16_MAX), FP16_MAX)
-        tl.store(p_narrow_bend + at, b_bend.to(tl.float16), mask=o < count)
+        tl.store(p_narrow_bend + at_scored, b_bend.to(tl.float16), mask=scored)
     for r in tl.static_range(READS):
         of_read = at + r * tl.cast(apart, tl.int64)
         b_weight = tl.load(p_weights + of_read, mask=o < count, other=0.0) * dfit
         tl.store(p_narrow_weights + at * READS + r, b_weight.to(tl.float16), mask=o < count)
     if QUERY:
-        b_slope = tl.load(p_slope + at, mask=o < count, other=0.0) * slope_fit
-        tl.store(p_narrow_slope + at, b_slope.to(tl.float16), mask=o < count)
+        b_slope = tl.load(p_slope + at_scored, mask=scored, other=0.0) * slope_fit
+        tl.store(p_narrow_slope + at_scored, b_slope.to(tl.float16), mask=scored)
 
 
 def narrow_taps(table: Tensor, taps: Tensor, n_sources: int) -> Tensor:
@@ -227,17 +229,19 @@ def narrow_weights(weights: Tensor, scale: Tensor, fit: Tensor) -> Tensor:
 
 def narrow_gradients(
     weights: Tensor | None, slope: Tensor | None, bend: Tensor | None, query: Tensor | None, rstd: Tensor,
-    fits: tuple[Tensor, Tensor], width: int,
+    fits: tuple[Tensor, Tensor], width: int, n_plain: int = 0,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor]:  # fmt: skip
     """What a walk over N sources takes in fp16, None for what is not given.
 
     Args:
-        weights: [R, N, P, m], the reads apart in any way; slope, bend, rstd: [N, P, m].
+        weights: [R, N, P, m], the reads apart in any way; rstd: [N, P, m].
+        slope, bend: [N - n_plain, P, m]; the first n_plain sources have none.
         query: [m, D], given with slope.
         fits: of these sources, from `fit`.
         width: D.
     Returns:
-        Weights [N, P, m, R], slope and bend [N, P, m]; the powers of two in them [2, N]: of weights and bend, of slope.
+        Weights [N, P, m, R], slope and bend [N - n_plain, P, m]; the powers of two in them [2, N]: of weights and bend,
+        of slope.
     """
     N, P, m = rstd.shape
     R, half = 0 if weights is None else len(weights), torch.float16
@@ -248,10 +252,10 @@ def narrow_gradients(
     options = {"READS": R, "BEND": bend is not None, "QUERY": query is not None, "num_warps": 4}
     peaks, dfit = rstd.new_empty(2, N, triton.cdiv(P * m, PEAK_BLOCK)), rstd.new_empty(2, N)
     gradient_peaks_kernel[(peaks.shape[2], N)](
-        weights, slope, bend, peak, rstd, peaks, N, P * m, apart, width, M=m, BLOCK=PEAK_BLOCK, **options
+        weights, slope, bend, peak, rstd, peaks, N, n_plain, P * m, apart, width, M=m, BLOCK=PEAK_BLOCK, **options
     )
     narrow_gradients_kernel[(triton.cdiv(P * m, BLOCK), N)](
-        weights, slope, bend, peaks, *fits, by_read, narrow_slope, narrow_bend, dfit, N, P * m, apart, peaks.shape[2],
-        BLOCK=BLOCK, **options,
+        weights, slope, bend, peaks, *fits, by_read, narrow_slope, narrow_bend, dfit, N, n_plain, P * m,
+        apart, peaks.shape[2], BLOCK=BLOCK, **options,
     )  # fmt: skip
     return by_read, narrow_slope, narrow_bend, dfit

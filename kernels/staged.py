@@ -1,13 +1,13 @@
 # ruff: noqa: RUF005  (Triton compiles `+` of tuples, not unpacking)
 """Rows and factors that reach registers through shared memory, fetched some steps before a loop needs them.
 
-A loop `tl.range(..., num_stages=STAGES)` copies what `load_tile` and `load_factors` name STAGES - 1 turns ahead, 16 bytes
-a lane and no register; then it reads them from shared memory straight into the layout of rows, if three things hold
+A loop `tl.range(..., num_stages=STAGES)` copies what `load_tile` and `load_factors` name STAGES - 1 turns ahead, 16
+bytes a lane and no register, then reads it from shared memory straight into the layout of rows, if three things hold
 (test_compilation.py looks at what comes out):
 
 - a tile is taken apart by halves, whose layouts follow from each other: `rows_of`;
-- nothing that a turn hands to the next is what it got from the one before, as a window that only moves on is: Triton
-  takes it for a dependency over two turns, and such a loop is not pipelined. `carried` makes new values of them;
+- nothing that a turn hands to the next is just what the one before handed to it, as in a window that only moves on:
+  Triton takes that for a dependency over two turns and does not pipeline the loop. `carried` makes new values of it;
 - what gathers over the turns starts from values laid out like the rows: `zeros_like`.
 """
 
@@ -41,10 +41,8 @@ def in_pairs(dtype, block_d):
 
 
 @triton.jit
-def load_tile(
-    p_first, o_d, first, end, D: tl.constexpr, BLOCK_D: tl.constexpr, COUNT: tl.constexpr, ALL: tl.constexpr
-):
-    """COUNT consecutive rows from p_first on as a tile for `rows_of`; zeros outside [first, end), unless ALL are inside."""
+def load_tile(p_first, o_d, first, end, D: tl.constexpr, BLOCK_D: tl.constexpr, COUNT: tl.constexpr, ALL: tl.constexpr):
+    """COUNT consecutive rows from p_first on, for `rows_of`; zeros out of [first, end), unless ALL are inside."""
     ROWS: tl.constexpr = power_up_to(COUNT)
     i = tl.arange(0, ROWS)[:, None]
     p_rows = p_first + i * D + o_d[None, :]
@@ -105,7 +103,7 @@ def load_factors(p_first, end, COUNT: tl.constexpr, DTYPE: tl.constexpr, EVEN: t
 
 @triton.constexpr_function
 def by_half(operation, i, others):
-    """Assembly of an operation on pairs whose first operand is twice the same half of the word $1: number i of halves."""
+    """Assembly of an operation on pairs, the first of which is twice a half of the word $1: number i of halves."""
     half = "high" if int(i) % 2 else "low"
     taken = f"mov.b32 {{low, high}}, $1; mov.b32 both, {{{half}, {half}}};"
     return f"{{ .reg .b16 low, high; .reg .b32 both; {taken} {operation}.rn.f16x2 $0, both, {others}; }}"
@@ -193,3 +191,22 @@ def zeros_like(b_row, o_d, COUNT: tl.constexpr):
     for _ in tl.static_range(COUNT):
         zeros = zeros + (tl.where(o_d < 0, b_row.to(tl.float32), 0.0),)
     return zeros
+
+
+@triton.jit
+def newest(rows, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """COUNT rows from number FIRST on."""
+    kept = ()
+    for i in tl.static_range(COUNT):
+        kept = kept + (rows[FIRST + i],)
+    return kept
+
+
+@triton.jit
+def row_mask(o_d, inside, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Where a row tile may be read: one condition for all of it where tiles divide D."""
+    if D % BLOCK_D == 0:
+        mask = tl.where(inside, tl.full([BLOCK_D], True, tl.int1), False)
+    else:
+        mask = o_d < tl.where(inside, D, 0)
+    return mask

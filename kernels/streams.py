@@ -11,6 +11,17 @@ time steps of a tile is unrolled while compiling. A table of addresses [rows, N]
 import triton
 import triton.language as tl
 
+from kernels.staged import (
+    carried,
+    load_factors,
+    load_tile,
+    newest,
+    plus_times,
+    row_mask,
+    rows_carried,
+    rows_of,
+    times,
+)
 from kernels.tiles import (
     computed,
     convolved,
@@ -85,10 +96,10 @@ def score_kernel(
 
 @triton.jit(do_not_specialize=["N", "n_tiles"], do_not_specialize_on_alignment=["p_out_table"])
 def retrieve_kernel(
-    p_table, p_weights, p_fit, p_scale, p_base, p_base_weight, p_position, p_out_table, T, N, P, n_tiles,
+    p_table, p_weights, p_fit, p_scale, p_position, p_out_table, T, N, P, n_tiles,
     SIZES: tl.constexpr, READS: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr, WARPS: tl.constexpr,
-    BLOCK_D: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, SCALED: tl.constexpr, BASE: tl.constexpr,
-    DTYPE: tl.constexpr, OUT_DTYPE: tl.constexpr, COMPUTE: tl.constexpr,
+    BLOCK_D: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, SCALED: tl.constexpr, DTYPE: tl.constexpr,
+    OUT_DTYPE: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """READS tensors r [P, m, D] from softmax weights [N, P, m, READS] known beforehand; sources are expanded once.
 
@@ -96,10 +107,8 @@ def retrieve_kernel(
 
     Needs nothing from other channels, so D is split over programs freely. EVEN: tiles divide T. SCALED: r times the
     sources' smallest rstd [P, m], which is at most sqrt(D), so that fp16 holds it with 8 times bf16's precision.
-    BASE, for one read: p_base [P, m, D] times p_base_weight [P, m] is added, what it already has of other sources.
     COMPUTE fp16: two channels an instruction; weights are fp16 too, p_scale and 1 / p_fit [N] already in them.
     """
-    tl.static_assert(READS == 1 or not BASE)
     M: tl.constexpr = n_streams(SIZES)
     K: tl.constexpr = first_tap(SIZES, M)
     WINDOW: tl.constexpr = widest(SIZES)
@@ -117,24 +126,19 @@ def retrieve_kernel(
     t_oldest = t_first - (WINDOW - 1)
     oldest = (sequence + t_oldest) * D
     retrieved = zeros_per_warp(M * STEPS * READS, WARPS, BLOCK_D, COMPUTE)
-    if BASE:
-        n_rows = tl.minimum(WARPS * STEPS, T - t_tile) * M
-        p_rows = p_base + (sequence + t_tile) * M * D
-        prefetch_rows(p_rows, d_tile, 0, n_rows, D, WARPS * STEPS * M, BLOCK_D, WARPS)
     for n in range(N):
         raw = raw_rows(tensor_at(p_table, n, DTYPE) + oldest, t_oldest, o_d, T, D, WINDOW - 1, STEPS, EVEN)
         rows = computed(raw, load_fit(p_fit, n, COMPUTE), WINDOW - 1 + STEPS, COMPUTE)
         p_taps = tensor_at(p_table, (2 if NARROW else 1) * N + n, COMPUTE)
-        if not BASE:  # which is for a single source
-            # what the next source needs: its loads come a few at a time, as registers allow, and each few would wait
-            later = tl.minimum(n + 1, N - 1)
-            p_later = tensor_at(p_table, later, DTYPE) + (sequence + t_tile - PAST) * D
-            prefetch_rows(p_later, d_tile, PAST - t_tile, PAST + T - t_tile, D, PAST + WARPS * STEPS, BLOCK_D, WARPS)
-            p_later = tensor_at(p_table, (2 if NARROW else 1) * N + later, COMPUTE)
-            prefetch_rows(p_later, d_tile, 0, K, D, K, BLOCK_D, WARPS)
-            o_a = tl.arange(0, 32 * WARPS) * (32 // (COMPUTE.primitive_bitwidth // 8))
-            is_later = o_a < tl.minimum(WARPS * STEPS, T - t_tile) * (M * READS)
-            prefetch(p_weights + (later * P + sequence + t_tile) * (M * READS) + o_a, is_later)
+        # what the next source needs: its loads come a few at a time, as registers allow, and each few would wait
+        later = tl.minimum(n + 1, N - 1)
+        p_later = tensor_at(p_table, later, DTYPE) + (sequence + t_tile - PAST) * D
+        prefetch_rows(p_later, d_tile, PAST - t_tile, PAST + T - t_tile, D, PAST + WARPS * STEPS, BLOCK_D, WARPS)
+        p_later = tensor_at(p_table, (2 if NARROW else 1) * N + later, COMPUTE)
+        prefetch_rows(p_later, d_tile, 0, K, D, K, BLOCK_D, WARPS)
+        o_a = tl.arange(0, 32 * WARPS) * (32 // (COMPUTE.primitive_bitwidth // 8))
+        is_later = o_a < tl.minimum(WARPS * STEPS, T - t_tile) * (M * READS)
+        prefetch(p_weights + (later * P + sequence + t_tile) * (M * READS) + o_a, is_later)
         # constant offsets from one address: a weight costs its load and nothing else
         p_a = p_weights + (n * P + first) * (M * READS)
         weights = ()
@@ -161,17 +165,12 @@ def retrieve_kernel(
         inside = True if EVEN else t_first + s < T
         for j in tl.static_range(M):
             scale = 1.0
-            if SCALED and (BASE or not NARROW):
+            if SCALED and not NARROW:
                 scale = tl.load(p_scale + (first + s) * M + j, mask=inside, other=1.0)
             for r in tl.static_range(READS):
                 b_r = retrieved[(j * STEPS + s) * READS + r]
                 if SCALED and not NARROW:
                     b_r = b_r * scale
-                if BASE:
-                    kept = tl.load(p_base_weight + (first + s) * M + j, mask=inside, other=0.0) * scale
-                    mask = o_d < tl.where(inside, D, 0)
-                    b_base = tl.load(p_base + ((first + s) * M + j) * D + o_d, mask=mask, other=0.0)
-                    b_r = tl.fma(kept, b_base.to(tl.float32), b_r.to(tl.float32))
                 finished = finished + (b_r.to(OUT_DTYPE),)
     for s in tl.static_range(STEPS):  # apart from the loads above, which no store may precede
         mask = o_d < tl.where(True if EVEN else t_first + s < T, D, 0)
@@ -179,3 +178,60 @@ def retrieve_kernel(
             for r in tl.static_range(READS):
                 p_r = tensor_at(p_out_table, r, OUT_DTYPE) + ((first + s) * M + j) * D + o_d
                 tl.store(p_r, finished[(s * M + j) * READS + r], mask=mask)
+
+
+@triton.jit(do_not_specialize=["n_segments"])
+def add_source_kernel(
+    p_table, p_weights, p_fit, p_base, p_base_weight, p_position, p_out, T, P, n_segments, SEGMENT,
+    SIZES: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr, PACKED: tl.constexpr,
+    EVEN: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr, OUT_DTYPE: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """One more source for a read: weight_j u_j + base_weight_j base_j, [P, m, D].
+
+    One program walks along SEGMENT tokens of BLOCK_D channels, UNROLL at a time (EVEN: they divide T), the last rows in
+    registers, the next on their way through shared memory, see `staged`.
+
+    Args:
+        p_table: the source, its taps, and its taps in the dtype that computes.
+        p_weights: [P, m] in that dtype, p_base_weight: [P, m], fp32: of what is stored, scales in them.
+        p_fit: [1], what rows are multiplied by, for fp16.
+    """
+    M: tl.constexpr = n_streams(SIZES)
+    K: tl.constexpr = first_tap(SIZES, M)
+    PAST: tl.constexpr = widest(SIZES) - 1
+    b = tl.program_id(1) // n_segments
+    t_first = tl.program_id(1) % n_segments * SEGMENT
+    o_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    sequence = b.to(tl.int64) * T
+    p_source = tensor_at(p_table, 0, DTYPE) + sequence * D
+    b_taps = load_rows(tensor_at(p_table, 2 if COMPUTE == tl.float16 else 1, COMPUTE), o_d, D, K)
+    fit = load_fit(p_fit, 0, COMPUTE)
+    p_base += sequence * M * D
+    p_out += sequence * M * D
+    p_weights += sequence * M
+    p_base_weight += sequence * M
+    t_start = t_first.to(tl.int64)
+    history = raw_rows(p_source + (t_start - PAST) * D, t_start - PAST, o_d, T, D, PAST, 0, False)
+    window = carried(computed(history, fit, PAST, COMPUTE), PAST, COMPUTE, BLOCK_D)
+    for start in tl.range(0, tl.minimum(SEGMENT, T - t_first), UNROLL, num_stages=STAGES):
+        t_now = t_start + start
+        left = T - t_now
+        raw = rows_of(load_tile(p_source + t_now * D, o_d, 0, left, D, BLOCK_D, UNROLL, EVEN), UNROLL)
+        b_tile = load_tile(p_base + t_now * M * D, o_d, 0, left * M, D, BLOCK_D, UNROLL * M, EVEN)
+        base = rows_of(b_tile, UNROLL * M)
+        weights = load_factors(p_weights + t_now * M, left * M, UNROLL * M, COMPUTE, EVEN)
+        kept = load_factors(p_base_weight + t_now * M, left * M, UNROLL * M, tl.float32, EVEN)
+        rows = rows_carried(window, PAST, COMPUTE, BLOCK_D) + computed(raw, fit, UNROLL, COMPUTE)
+        finished = ()
+        for s in tl.static_range(UNROLL):
+            for j in tl.static_range(M):
+                seen = seen_at(rows, p_position, sequence + t_now + s, t_now + s < T, s, PAST + 1, PACKED)
+                b_u = convolved(b_taps, seen, first_tap(SIZES, j), width(SIZES, j))
+                b_r = times(weights, s * M + j, b_u).to(tl.float32)
+                b_r = plus_times(b_r, kept, s * M + j, base[s * M + j].to(tl.float32))
+                finished = finished + (b_r.to(OUT_DTYPE),)
+        window = carried(newest(rows, UNROLL, PAST), PAST, COMPUTE, BLOCK_D)
+        for s in tl.static_range(UNROLL):
+            mask = row_mask(o_d, t_now + s < T, D, BLOCK_D)
+            for j in tl.static_range(M):
+                tl.store(p_out + ((t_now + s) * M + j) * D + o_d, finished[s * M + j], mask=mask)

@@ -9,7 +9,18 @@ way. Programs of the sources of one place run side by side, so that the L2 serve
 import triton
 import triton.language as tl
 
-from kernels.staged import carried, load_factors, load_tile, plus_times, rows_carried, rows_of, times, zeros_like
+from kernels.staged import (
+    carried,
+    load_factors,
+    load_tile,
+    newest,
+    plus_times,
+    row_mask,
+    rows_carried,
+    rows_of,
+    times,
+    zeros_like,
+)
 from kernels.tiles import (
     computed,
     convolved,
@@ -29,13 +40,14 @@ from kernels.tiles import (
 )
 
 
-@triton.jit(do_not_specialize=["N", "n_table", "n_segments"], do_not_specialize_on_alignment=["p_table"])
+@triton.jit(do_not_specialize=["N", "n_plain", "n_table", "n_segments"], do_not_specialize_on_alignment=["p_table"])
 def gradient_kernel(
     p_table, p_dr_table, p_weights, p_slope, p_bend, p_query, p_fit, p_dfit, p_more, p_more_unit, p_position,
-    p_sums, T, N, n_table, P, n_segments, SEGMENT,
+    p_sums, T, N, n_plain, n_table, P, n_segments, SEGMENT,
     SIZES: tl.constexpr, READS: tl.constexpr, SHARED: tl.constexpr, BEND: tl.constexpr, QUERY: tl.constexpr,
-    MORE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr, ADD: tl.constexpr,
-    PACKED: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr, DR_DTYPE: tl.constexpr, COMPUTE: tl.constexpr,
+    MORE: tl.constexpr, MIXED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr,
+    ADD: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr,
+    DR_DTYPE: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """Gradients of sources and taps. One program: SEGMENT tokens of one source, in steps of UNROLL,
     which divides SEGMENT.
@@ -57,18 +69,59 @@ def gradient_kernel(
             each N addresses, n_table apart.
         p_dr_table: READS tensors [P, m, D] for all sources, or [P, D] that all streams share (SHARED); READS may be 0.
         p_weights: [N, P, m, READS], in the units of dr.
-        p_bend, p_slope: [N, P, m], without BEND or QUERY left out; of COMPUTE, as the weights.
+        p_bend, p_slope: [N - n_plain, P, m], without BEND or QUERY left out; of COMPUTE, as the weights.
         p_query: [m, D], fp32, without QUERY left out.
         p_fit: [N], p_dfit: [2, N], the powers of two in du and in slope; for fp16.
         p_more: with MORE, for one source, [P, D] to add to its gradient times the number p_more_unit.
+        MIXED: the first n_plain sources go without BEND, QUERY and MORE. With those in the same launch as the one that
+            has them, dr comes from memory once.
         p_sums: [N, B n_segments, K (+ m with QUERY), D], one partial row set per program: of the taps, of the query.
     """
+    n = tl.program_id(0) % N
+    ROWS: tl.constexpr = n_rows(SIZES, QUERY)
+    if MIXED:
+        if n < n_plain:
+            walk(
+                n, p_table, p_dr_table, p_weights, p_slope, p_bend, p_query, p_fit, p_dfit, p_more, p_more_unit,
+                p_position, p_sums, T, N, n_plain, n_table, P, n_segments, SEGMENT, SIZES, READS, SHARED, False, False,
+                False, ROWS, D, BLOCK_D, UNROLL, ADD, PACKED, EVEN, STAGES, DTYPE, DR_DTYPE, COMPUTE,
+            )  # fmt: skip
+        else:
+            walk(
+                n, p_table, p_dr_table, p_weights, p_slope, p_bend, p_query, p_fit, p_dfit, p_more, p_more_unit,
+                p_position, p_sums, T, N, n_plain, n_table, P, n_segments, SEGMENT, SIZES, READS, SHARED, BEND, QUERY,
+                MORE, ROWS, D, BLOCK_D, UNROLL, ADD, PACKED, EVEN, STAGES, DTYPE, DR_DTYPE, COMPUTE,
+            )  # fmt: skip
+    else:
+        walk(
+            n, p_table, p_dr_table, p_weights, p_slope, p_bend, p_query, p_fit, p_dfit, p_more, p_more_unit,
+            p_position, p_sums, T, N, n_plain, n_table, P, n_segments, SEGMENT, SIZES, READS, SHARED, BEND, QUERY,
+            MORE, ROWS, D, BLOCK_D, UNROLL, ADD, PACKED, EVEN, STAGES, DTYPE, DR_DTYPE, COMPUTE,
+        )  # fmt: skip
+
+
+@triton.constexpr_function
+def n_rows(kernel_sizes, query):
+    """Partial rows that a program leaves: of the taps and of the query."""
+    learned_taps = sum(int(size) for size in kernel_sizes if int(size) > 1)
+    return learned_taps + (len(kernel_sizes) if query else 0)
+
+
+@triton.jit
+def walk(
+    n, p_table, p_dr_table, p_weights, p_slope, p_bend, p_query, p_fit, p_dfit, p_more, p_more_unit, p_position,
+    p_sums, T, N, n_plain, n_table, P, n_segments, SEGMENT,
+    SIZES: tl.constexpr, READS: tl.constexpr, SHARED: tl.constexpr, BEND: tl.constexpr, QUERY: tl.constexpr,
+    MORE: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr,
+    ADD: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr,
+    DR_DTYPE: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """The walk of a program of `gradient_kernel` along source n."""
     M: tl.constexpr = n_streams(SIZES)
     K: tl.constexpr = first_tap(SIZES, M)
     PAST: tl.constexpr = widest(SIZES) - 1
     DELAY: tl.constexpr = (PAST + UNROLL - 1) // UNROLL * UNROLL  # until dv of a row is complete
     NARROW: tl.constexpr = COMPUTE == tl.float16
-    n = tl.program_id(0) % N
     b = tl.program_id(1) // n_segments
     t_first = (tl.program_id(1) % n_segments) * SEGMENT
     t_end = tl.minimum(t_first + SEGMENT, T)
@@ -80,6 +133,12 @@ def gradient_kernel(
     gradients = ()
     for r in tl.static_range(READS):
         gradients = gradients + (tensor_at(p_dr_table, r, DR_DTYPE),)
+    if READS > 0:
+        p_weights += (n * tl.cast(P, tl.int64) + sequence) * (M * READS)
+    if BEND:
+        p_bend += ((n - n_plain) * tl.cast(P, tl.int64) + sequence) * M
+    if QUERY:
+        p_slope += ((n - n_plain) * tl.cast(P, tl.int64) + sequence) * M
     b_taps = load_rows(tensor_at(p_table, (2 if NARROW else 1) * n_table + n, COMPUTE), o_d, D, K)
     fit = load_fit(p_fit, n, COMPUTE)
     dfit = load_fit(p_dfit, n, COMPUTE)
@@ -114,15 +173,14 @@ def gradient_kernel(
             p_rows = gradients[r] + (sequence + t_row) * (DR_ROWS // UNROLL) * D
             b_tile = load_tile(p_rows, o_d, 0, left * (DR_ROWS // UNROLL), D, BLOCK_D, DR_ROWS, EVEN)
             drs = drs + (rows_of(b_tile, DR_ROWS),)
-        at = (n * P + first) * M
         n_values = (T - t_now) * M
         if READS > 0:
-            p_factors = p_weights + at * READS
+            p_factors = p_weights + t_now * (M * READS)
             weights = load_factors(p_factors, n_values * READS, UNROLL * M * READS, COMPUTE, EVEN)
         if BEND:
-            bends = load_factors(p_bend + at, n_values, UNROLL * M, COMPUTE, EVEN)
+            bends = load_factors(p_bend + t_now * M, n_values, UNROLL * M, COMPUTE, EVEN)
         if QUERY:
-            slopes = load_factors(p_slope + at, n_values, UNROLL * M, COMPUTE, EVEN)
+            slopes = load_factors(p_slope + t_now * M, n_values, UNROLL * M, COMPUTE, EVEN)
         t_within = tl.maximum(tl.minimum(t_done, t_end - UNROLL), t_first) if EVEN else t_done
         begin, end = t_first - t_within, t_end - t_within
         earlier = ()
@@ -190,23 +248,12 @@ def gradient_kernel(
             complete = (t >= t_first) & (t < t_end)
             mask = row_mask(o_d, complete, D, BLOCK_D)
             tl.store(p_out + (t_done + s) * D + o_d, done[s].to(DTYPE), mask=mask)
-    ROWS: tl.constexpr = K + (M if QUERY else 0)
     p_row = p_sums + (n.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * ROWS * D + o_d
     for i in tl.static_range(K):
         tl.store(p_row + i * D, dtaps[i] / (fit * dfit), mask=o_d < D)
     if QUERY:
         for j in tl.static_range(M):
             tl.store(p_row + (K + j) * D, dquery[j] / (fit * slope_fit), mask=o_d < D)
-
-
-@triton.jit
-def row_mask(o_d, inside, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Where a row tile may be read: one condition for all of it where tiles divide D."""
-    if D % BLOCK_D == 0:
-        mask = tl.where(inside, tl.full([BLOCK_D], True, tl.int1), False)
-    else:
-        mask = o_d < tl.where(inside, D, 0)
-    return mask
 
 
 @triton.jit
@@ -221,15 +268,6 @@ def weighted(
     for r in tl.static_range(1, READS):
         b_du = plus_times(b_du, weights, FIRST + r, drs[r][ROW].to(COMPUTE))
     return b_du
-
-
-@triton.jit
-def newest(rows, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    """COUNT rows from number FIRST on."""
-    kept = ()
-    for i in tl.static_range(COUNT):
-        kept = kept + (rows[FIRST + i],)
-    return kept
 
 
 @triton.jit

@@ -4,6 +4,7 @@ or `even` (those that are compiled anew where their tiles divide the sequence).
 Run by test_compilation.py in a process of its own, because Triton decides at import whether it interprets.
 """
 
+import itertools
 import re
 import sys
 from pathlib import Path
@@ -32,11 +33,12 @@ SIZES = (1, 3)
 SOURCES = {"SIZES": SIZES, "D": D, "PACKED": True, "DTYPE": tl.bfloat16}
 TILE = {"STEPS": 4, "WARPS": 4, "BLOCK_D": 64, "EVEN": False}
 WALK = {"READS": 1, "BLOCK_D": 64, "UNROLL": 2, "SHARED": False, "DR_DTYPE": tl.float16, "ADD": True}
-WALK |= {"EVEN": False, "STAGES": 3}
+WALK |= {"EVEN": False, "STAGES": 3, "MIXED": False}
 WHOLE = {"BEND": True, "QUERY": True, "MORE": False}
 WEIGHTS_ONLY = {"BEND": False, "QUERY": False, "MORE": False}
 NORM_ONLY = {"READS": 0, "BEND": True, "QUERY": False, "MORE": True}
-RETRIEVED = SOURCES | TILE | {"READS": 1, "SCALED": True, "BASE": False, "OUT_DTYPE": tl.float16}
+RETRIEVED = SOURCES | TILE | {"READS": 1, "SCALED": True, "OUT_DTYPE": tl.float16}
+ADDED = SOURCES | {"BLOCK_D": 64, "UNROLL": 2, "EVEN": False, "STAGES": 3, "OUT_DTYPE": tl.float16}
 DWEIGHTS = SOURCES | TILE | {"READS": 1, "SHARED": False, "MEANS": False, "DR_DTYPE": tl.float16}
 ONE_CHANNEL = {"BLOCK_D": 32}  # per lane
 TWO_PARTS = {"SIZES": SIZES, "PARTS": 2, "BLOCK": 64}
@@ -61,7 +63,9 @@ KERNELS = [
     (dots.units_kernel, {"SIZES": SIZES, "BLOCK": 64}, 4),
     (dots.spread_kernel, TWO_PARTS | {"PACKED": True}, 4),
     (dots.parameters_kernel, TWO_PARTS | {"D": D}, 1),
-    (streams.retrieve_kernel, RETRIEVED | NARROW | {"BASE": True}, 4),
+    (streams.retrieve_kernel, RETRIEVED | NARROW, 4),
+    (streams.add_source_kernel, ADDED | NARROW, 1),
+    (streams.add_source_kernel, ADDED | WIDE | ONE_CHANNEL, 1),
     (streams.retrieve_kernel, RETRIEVED | NARROW | {"READS": 4}, 4),
     (streams.retrieve_kernel, RETRIEVED | NARROW | ONE_CHANNEL, 4),
     (streams.retrieve_kernel, RETRIEVED | WIDE | {"SCALED": False}, 4),
@@ -81,6 +85,7 @@ KERNELS = [
     (walk.gradient_kernel, SOURCES | WALK | WIDE | WHOLE, 1),
     (walk.gradient_kernel, SOURCES | WALK | NARROW | WEIGHTS_ONLY | {"READS": 3}, 1),
     (walk.gradient_kernel, SOURCES | WALK | NARROW | NORM_ONLY, 1),
+    (walk.gradient_kernel, SOURCES | WALK | NARROW | NORM_ONLY | {"READS": 2, "MIXED": True}, 1),
     (depth_softmax.weights_kernel, {"BLOCK": 128}, 4),
     (depth_softmax.merge_kernel, {"BLOCK": 128}, 4),
     (depth_softmax.handed_kernel, {"BLOCK": 128}, 4),
@@ -93,7 +98,12 @@ KERNELS = [
     (mixing_backward.gradient_kernel, MIX | MIX_GRADIENT | {"WIDTH": 4, "PARTS": 2, "DOT": "half"}, 4),
     (mixing_backward.gradient_kernel, MIX | MIX_GRADIENT | {"WIDTH": 16, "PARTS": 1, "DOT": "tf32x3"}, 4),
 ]
-COUNTS = "T N n_table P K V n_tiles n_segments n_tokens count tokens n_norms n_reads".split()
+FULL_SIZE = {"SIZES": (1, 4, 8, 12), "D": 2112, "PACKED": False, "UNROLL": 4}
+KERNELS += [
+    (walk.gradient_kernel, SOURCES | WALK | NARROW | WEIGHTS_ONLY | FULL_SIZE | {"READS": 2}, 1),
+    (streams.add_source_kernel, ADDED | NARROW | FULL_SIZE, 1),
+]
+COUNTS = "T N n_plain n_table P K V n_tiles n_segments n_tokens count tokens n_norms n_reads".split()
 TYPES = {
     "p_out": "*bf16",
     "p_dh": "*bf16",
@@ -132,7 +142,7 @@ def check(kernel, constants: dict, warps: int, all_one: bool) -> None:
         types = TYPES | {"p_weight": "*fp16"}
     elif constants.get("PARTS") == 1:  # a mix of fp32 streams
         types = TYPES | dict.fromkeys(("p_r", "p_dr", "p_parts"), "*fp32")
-    signature, fixed = {}, {}
+    signature, fixed, hints = {}, {}, {}
     for place, name in enumerate(kernel.arg_names):
         value = constants.get(name, 1 if all_one and name in COUNTS else None)
         if name in NARROW_POINTERS and constants.get("COMPUTE") == tl.float16:
@@ -143,11 +153,26 @@ def check(kernel, constants: dict, warps: int, all_one: bool) -> None:
             signature[name] = types.get(name, "i32" if name in COUNTS else "*fp32")
         else:
             signature[name], fixed[(place,)] = "constexpr", value
-    source = ASTSource(fn=kernel, signature=signature, constexprs=fixed)
+        if signature[name][0] == "*" and constants.get("D") == FULL_SIZE["D"]:
+            hints[(place,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=hints)
     compiled = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
     if kernel is streams_backward.dweights_kernel and (constants["COMPUTE"], constants["BLOCK_D"]) == (tl.float16, 64):
         check_layout_of_sums(compiled.asm["ttgir"], warps)
+    if constants.get("UNROLL") == FULL_SIZE["UNROLL"] and constants["EVEN"]:
+        check_stages(compiled.asm["ttgir"])
     print(kernel.__name__)
+
+
+def check_stages(ttgir: str) -> None:
+    """What `staged` is for: a turn's loads go through shared memory, and from there straight to where they are used."""
+    lines = iter(ttgir.splitlines())
+    begin = next(line for line in lines if "scf.for" in line)
+    end = " " * (len(begin) - len(begin.lstrip())) + "}"
+    loop = "\n".join(itertools.takewhile(lambda line: not line.startswith(end), lines))
+    assert "async_copy_global_to_local" in loop
+    assert "tt.load" not in loop
+    assert "convert_layout" not in loop
 
 
 def check_layout_of_sums(ttgir: str, warps: int) -> None:
