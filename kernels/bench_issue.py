@@ -36,7 +36,7 @@ MIX_ROWS |= msar_mix.row_tiles(4, D, msar_mix.MIX_TOKENS)
 NARROW_MIX = {name: x for name, x in MIX_ROWS.items() if name not in ("TOKENS", "MEAN", "num_warps")}
 MIX_FACTORS = {"SOFTMAX": False} | msar_mix.factors_tile(4).options()
 MIX_GRADIENT = {"WIDTH": msar_mix.product_width(4, 2), "PARTS": 2, "DOT": "half"}
-MIX_GRADIENT |= {"GROUP": MIX_FACTORS["BLOCK_T"], "N_GROUPS": msar_mix.GROUPS_AT_ONCE}
+MIX_GRADIENT |= {"EVEN": True}
 MIX_GRADIENT |= msar_mix.gradient_tile(4, torch.float16).options()
 MIX_WARPS = [tile.pop("num_warps") for tile in (MIX_ROWS, MIX_FACTORS, MIX_GRADIENT)]
 NO_QUERY = {"QUERY": False, "p_slope": None, "p_query": None}
@@ -47,6 +47,8 @@ TYPES = {
     "p_r": "*fp16",
     "p_dr": "*fp16",
     "p_parts": "*bf16",
+    "p_c": "*bf16",
+    "p_of_r": "*fp16",
     "p_more": "*fp16",
     "p_table": "*i64",
     "p_out_table": "*i64",

@@ -136,17 +136,55 @@ def part(b_x, second, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def parts_kernel(
+    p_factors, p_partial, p_c, p_of_r, p_unit, P, n_peaks,
+    M: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, PEAKS: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """The small operands of the products of `gradient_kernel`, as it takes them.
+
+    Args:
+        p_factors: [P, 5 m] and p_partial: [2 + m, n_peaks] of `factors_kernel`; peaks are read PEAKS at a time.
+        p_c: [P, WIDTH PARTS PARTS], written: c_k, every part of it as often as W has parts.
+        p_of_r: [P, m, 16], written: c_k times the unit of stream j over p_unit, [1], every part in columns of 8.
+    """
+    unit = 1.0
+    if PARTS == 2:
+        unit = tl.maximum(peak_of(p_partial, n_peaks, PEAKS), 1e-30) / 16384.0
+    if tl.program_id(0) == 0:
+        tl.store(p_unit, unit)
+    first = tl.program_id(0).to(tl.int64) * BLOCK_T
+    o_t = tl.arange(0, BLOCK_T)[:, None]
+    m_t = o_t < P - first
+    p_factor = p_factors + (first + o_t) * (5 * M)
+    o_row = tl.arange(0, WIDTH * PARTS * PARTS)[None, :]
+    k = o_row % WIDTH
+    b_c = tl.load(p_factor + 2 * M + k, mask=m_t & (k < M), other=0.0)
+    if PARTS == 2:
+        b_c = part(b_c, o_row // WIDTH % PARTS == 1, tl.bfloat16)
+    tl.store(p_c + (first + o_t) * (WIDTH * PARTS * PARTS) + o_row, b_c, mask=m_t)
+    o_col = tl.arange(0, 16)[None, :]
+    k = o_col % 8
+    b_c = tl.load(p_factor + 2 * M + k, mask=m_t & (k < M) & ((PARTS == 2) | (o_col < 8)), other=0.0) / unit
+    for j in tl.static_range(M):
+        b_of_r = b_c * tl.load(p_factor + 4 * M + j, mask=m_t, other=0.0)
+        if PARTS == 2:
+            b_of_r = part(b_of_r, o_col >= 8, tl.float16)
+        tl.store(p_of_r + ((first + o_t) * M + j) * 16 + o_col, b_of_r, mask=m_t)
+
+
+@triton.jit
 def gradient_kernel(
-    p_r, p_dr, p_dh, p_parts, p_factors, p_partial, p_dweight, P, tokens,
+    p_r, p_dr, p_dh, p_parts, p_factors, p_c, p_of_r, p_unit, p_dweight, P, tokens,
     M: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, DOT: tl.constexpr,
-    GROUP: tl.constexpr, N_GROUPS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
+    EVEN: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dr [P, m, D] in its units, which may overwrite r; one partial dW [m, m, D] per program of `tokens` tokens.
 
     Args:
         p_parts: W [m m, D] in fp32, or with two PARTS as `weight_kernel` wrote them.
-        p_partial: [2 + m, programs] of `factors_kernel`, of GROUP tokens each, read N_GROUPS at a time.
+        p_factors: of `factors_kernel`; p_c, p_of_r, p_unit: of `parts_kernel`.
         WIDTH: columns that hold m of them, in `DOT` products at least 16 for all pairs of PARTS.
+        EVEN: BLOCK_T divides P.
     """
     o_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     m_d = o_d < D
@@ -156,53 +194,56 @@ def gradient_kernel(
     o_row = tl.arange(0, WIDTH * PARTS * PARTS)
     k_row = o_row % WIDTH
     weight_row = o_row // (WIDTH * PARTS) * (M * M) + k_row * M
-    second_c = (o_row // WIDTH % PARTS) == 1
     weight = ()
     for j in tl.static_range(M):
         p_w = p_parts + (weight_row + j)[:, None] * D + o_d[None, :]
         weight = weight + (tl.load(p_w, mask=(k_row < M)[:, None] & m_d[None, :], other=0.0),)
-    # dW's sum over tokens: every part of c, in columns of 8
+    # dW's sum over tokens: every part of what multiplies r, in columns of 8
     o_col = tl.arange(0, 16)
-    k_col = o_col % 8
-    second_col = o_col >= 8
-    m_col = (k_col < M) & ((PARTS == 2) | (o_col < 8))
     dweight = ()
     for _ in tl.static_range(M):
         dweight = dweight + (tl.zeros([BLOCK_D, 16], tl.float32),)
-    unit = 1.0
-    if PARTS == 2:
-        n_of_program = tl.cdiv(tl.minimum(tokens, P - begin), GROUP)
-        peak = peak_of(p_partial + begin // GROUP, n_of_program, N_GROUPS)
-        unit = tl.maximum(peak, 1e-30) / 16384.0
-    for start in tl.range(0, tokens, BLOCK_T, num_stages=STAGES):
+    for start in tl.range(0, tl.minimum(tokens, P - begin), BLOCK_T, num_stages=STAGES):
         first = begin + start
-        m_t = o_t < tl.minimum(tokens - start, P - first)
+        m_t = o_t < (BLOCK_T if EVEN else P - first)
         m_td = m_t[:, None] & m_d[None, :]
+        ALL: tl.constexpr = EVEN and D % BLOCK_D == 0
         p_factor = p_factors + first * (5 * M) + o_t * (5 * M)
-        b_dh = tl.load(p_dh + first * D + (o_t[:, None] * D + o_d[None, :]), mask=m_td, other=0.0).to(tl.float32)
-        m_c = m_t[:, None] & (k_row < M)[None, :]
-        b_c = tl.load(p_factor[:, None] + (2 * M + k_row)[None, :], mask=m_c, other=0.0)
-        m_c = m_t[:, None] & m_col[None, :]
-        b_c_col = tl.load(p_factor[:, None] + (2 * M + k_col)[None, :], mask=m_c, other=0.0) / unit
-        if PARTS == 2:
-            b_c = part(b_c, second_c[None, :], tl.bfloat16)
+        b_dh = loaded(p_dh + first * D + (o_t[:, None] * D + o_d[None, :]), m_td, ALL).to(tl.float32)
+        N_C: tl.constexpr = WIDTH * PARTS * PARTS
+        p_rows = p_c + first * N_C + (o_t[:, None] * N_C + o_row[None, :])
+        b_c = loaded(p_rows, m_t[:, None] & (o_row >= 0)[None, :], EVEN)
         updated = ()
         for j in tl.static_range(M):
             o_j = (o_t * M + j)[:, None] * D + o_d[None, :]
-            b_r = tl.load(p_r + first * (M * D) + o_j, mask=m_td, other=0.0)
+            b_r = loaded(p_r + first * (M * D) + o_j, m_td, ALL)
             b_sum = product(b_c, weight[j], tl.zeros([BLOCK_T, BLOCK_D], tl.float32), DOT)
-            b_dr = tl.load(p_factor + j, mask=m_t, other=0.0)[:, None] * b_dh
-            b_dr -= tl.load(p_factor + M + j, mask=m_t, other=0.0)[:, None] * b_r.to(tl.float32)
-            b_dr += tl.load(p_factor + 3 * M + j, mask=m_t, other=0.0)[:, None] * b_sum
-            b_factor = b_c_col * tl.load(p_factor + 4 * M + j, mask=m_t, other=0.0)[:, None]
-            if PARTS == 2:
-                b_factor = part(b_factor, second_col[None, :], tl.float16)
-            updated = updated + (product(tl.trans(b_r), b_factor, dweight[j], DOT),)
-            tl.store(p_dr + first * (M * D) + o_j, b_dr.to(p_dr.dtype.element_ty), mask=m_td)
+            b_dr = loaded(p_factor + j, m_t, EVEN)[:, None] * b_dh
+            b_dr -= loaded(p_factor + M + j, m_t, EVEN)[:, None] * b_r.to(tl.float32)
+            b_dr += loaded(p_factor + 3 * M + j, m_t, EVEN)[:, None] * b_sum
+            p_rows = p_of_r + first * (M * 16) + ((o_t * M + j)[:, None] * 16 + o_col[None, :])
+            b_of_r = loaded(p_rows, m_t[:, None] & (o_col >= 0)[None, :], EVEN)
+            updated = updated + (product(tl.trans(b_r), b_of_r, dweight[j], DOT),)
+            b_dr = b_dr.to(p_dr.dtype.element_ty)
+            if ALL:
+                tl.store(p_dr + first * (M * D) + o_j, b_dr)
+            else:
+                tl.store(p_dr + first * (M * D) + o_j, b_dr, mask=m_td)
         dweight = updated
+    unit = tl.load(p_unit)
     p_program = p_dweight + tl.program_id(1).to(tl.int64) * M * M * D
     o_k = tl.arange(0, 8)
     for j in tl.static_range(M):
         b_sum = tl.sum(tl.reshape(dweight[j], [BLOCK_D, 2, 8]), 1) * unit
         p_row = p_program + (o_k * M + j)[None, :] * D + o_d[:, None]
         tl.store(p_row, b_sum, mask=(o_k < M)[None, :] & m_d[:, None])
+
+
+@triton.jit
+def loaded(p_values, mask, EVEN: tl.constexpr):
+    """A tile, with EVEN whole."""
+    if EVEN:
+        out = tl.load(p_values)
+    else:
+        out = tl.load(p_values, mask=mask, other=0.0)
+    return out

@@ -17,7 +17,8 @@ MIX_TOKENS = 1  # that a program of the mix holds
 MIX_VALUES = 44  # at most, of those tokens, that a thread of it holds
 NARROW_MIX_VALUES = 88  # likewise where they are fp16
 MIX_CHANNELS = 4  # of a row tile that a thread of it holds
-GROUPS_AT_ONCE = 1024  # peaks of the factors' programs, of which a program of the gradients takes the largest
+PARTS_TOKENS = 128  # of a program that prepares the operands of products
+PEAKS_AT_ONCE = 4096  # of which it takes the largest
 
 Mixer = tuple[Tensor, Tensor, Tensor]
 """Weight [m, m, D], scale [1] and bias [m], fp32."""
@@ -123,15 +124,21 @@ def mix_backward(
     )  # fmt: skip
 
     n_slices = triton.cdiv(D, tile.channels)
+    width = product_width(m, n_parts)
+    parts_of_c = empty(P, width * n_parts**2, dtype=torch.bfloat16 if n_parts == 2 else torch.float32)
+    parts_of_r, unit_of_r = empty(P, m, 16, dtype=retrieved.dtype), empty(1)
+    mixing_backward.parts_kernel[(triton.cdiv(P, PARTS_TOKENS),)](
+        factors, partial, parts_of_c, parts_of_r, unit_of_r, P, n_programs,
+        M=m, WIDTH=width, PARTS=n_parts, PEAKS=PEAKS_AT_ONCE, BLOCK_T=PARTS_TOKENS, num_warps=8,
+    )  # fmt: skip
+
     tokens = tokens_of_a_program(P, n_slices, tile, retrieved.device)
     n_chunks = triton.cdiv(P, tokens)
     dr = retrieved if in_place else torch.empty_like(retrieved)
     dweight = empty(n_chunks, m, m, D)
     mixing_backward.gradient_kernel[(n_slices, n_chunks)](
-        retrieved, dr, dh, parts, factors, partial, dweight, P, tokens,
-        M=m, D=D, WIDTH=product_width(m, n_parts), PARTS=n_parts, DOT=dot, GROUP=of_factors.tokens,
-        N_GROUPS=min(GROUPS_AT_ONCE, triton.next_power_of_2(triton.cdiv(tokens, of_factors.tokens))),
-        **tile.options(),
+        retrieved, dr, dh, parts, factors, parts_of_c, parts_of_r, unit_of_r, dweight, P, tokens,
+        M=m, D=D, WIDTH=width, PARTS=n_parts, DOT=dot, EVEN=P % tile.tokens == 0, **tile.options(),
     )  # fmt: skip
     totals = partial[1:].sum(1)
     return MixGradients(dr, unit, (dweight.sum(0), totals[:1], totals[1:]))

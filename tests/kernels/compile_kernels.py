@@ -48,7 +48,7 @@ NARROW_POINTERS = ("p_weights", "p_slope", "p_bend")
 ATTNRES = {"D": D, "TILE": 64, "STAGES": 4, "DTYPE": tl.bfloat16}
 MIX = {"M": 2, "D": D}
 MIX_ROWS = {"TILE": 64, "TAIL": 64, "LANES": 64, "TOKENS": 2}
-MIX_GRADIENT = {"GROUP": 1, "N_GROUPS": 16, "BLOCK_T": 32, "BLOCK_D": 64, "STAGES": 2}
+MIX_GRADIENT = {"EVEN": False, "BLOCK_T": 32, "BLOCK_D": 64, "STAGES": 2}
 # the module's kernel, what it is compiled for, and warps
 KERNELS = [
     (attnres_read.forward_kernel, ATTNRES, 1),
@@ -95,6 +95,7 @@ KERNELS = [
     (mixing.narrow_mix_kernel, MIX | {"TILE": 64, "TAIL": 64, "LANES": 64, "SOFTMAX": False}, 2),
     (mixing_backward.weight_kernel, {"D": D, "BLOCK": 64, "PARTS": 2}, 4),
     (mixing_backward.factors_kernel, MIX | {"BLOCK_T": 1, "BLOCK_D": 64, "STAGES": 3, "SOFTMAX": True}, 1),
+    (mixing_backward.parts_kernel, {"M": 2, "WIDTH": 4, "PARTS": 2, "PEAKS": 64, "BLOCK_T": 32}, 4),
     (mixing_backward.gradient_kernel, MIX | MIX_GRADIENT | {"WIDTH": 4, "PARTS": 2, "DOT": "half"}, 4),
     (mixing_backward.gradient_kernel, MIX | MIX_GRADIENT | {"WIDTH": 16, "PARTS": 1, "DOT": "tf32x3"}, 4),
 ]
@@ -103,13 +104,15 @@ KERNELS += [
     (walk.gradient_kernel, SOURCES | WALK | NARROW | WEIGHTS_ONLY | FULL_SIZE | {"READS": 2}, 1),
     (streams.add_source_kernel, ADDED | NARROW | FULL_SIZE, 1),
 ]
-COUNTS = "T N n_plain n_table P K V n_tiles n_segments n_tokens count tokens n_norms n_reads".split()
+COUNTS = "T N n_plain n_table P K V n_tiles n_segments n_tokens count tokens n_norms n_reads n_peaks".split()
 TYPES = {
     "p_out": "*bf16",
     "p_dh": "*bf16",
     "p_r": "*fp16",
     "p_dr": "*fp16",
     "p_parts": "*bf16",
+    "p_c": "*bf16",
+    "p_of_r": "*fp16",
     "p_columns": "*bf16",
     "p_weighted": "*fp16",
     "p_more": "*fp16",
@@ -141,7 +144,7 @@ def check(kernel, constants: dict, warps: int, all_one: bool) -> None:
     if kernel is mixing.narrow_mix_kernel:
         types = TYPES | {"p_weight": "*fp16"}
     elif constants.get("PARTS") == 1:  # a mix of fp32 streams
-        types = TYPES | dict.fromkeys(("p_r", "p_dr", "p_parts"), "*fp32")
+        types = TYPES | dict.fromkeys(("p_r", "p_dr", "p_parts", "p_c", "p_of_r"), "*fp32")
     signature, fixed, hints = {}, {}, {}
     for place, name in enumerate(kernel.arg_names):
         value = constants.get(name, 1 if all_one and name in COUNTS else None)
