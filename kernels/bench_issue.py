@@ -36,8 +36,8 @@ MIX_ROWS |= msar_mix.row_tiles(4, D, msar_mix.MIX_TOKENS)
 NARROW_MIX = {name: x for name, x in MIX_ROWS.items() if name not in ("TOKENS", "MEAN", "num_warps")}
 MIX_FACTORS = {"SOFTMAX": False} | msar_mix.factors_tile(4).options()
 MIX_GRADIENT = {"WIDTH": msar_mix.product_width(4, 2), "PARTS": 2, "DOT": "half"}
-MIX_GRADIENT |= {"EVEN": True}
-MIX_GRADIENT |= msar_mix.gradient_tile(4, torch.float16).options()
+MIX_GRADIENT |= msar_mix.gradient_tile(4, torch.float16).options() | {"EVEN": True}
+MIX_GRADIENT_REGISTERS = MIX_GRADIENT.pop("maxnreg")
 MIX_WARPS = [tile.pop("num_warps") for tile in (MIX_ROWS, MIX_FACTORS, MIX_GRADIENT)]
 NO_QUERY = {"QUERY": False, "p_slope": None, "p_query": None}
 NO_MEANS = {"MEANS": False, "p_r": None, "p_means": None}
@@ -108,7 +108,15 @@ CASES = (
     Case("mix", mixing.mix_kernel, MIX | MIX_ROWS, MIX_WARPS[0], 8.25, 1),
     Case("mix in fp16", mixing.narrow_mix_kernel, MIX | NARROW_MIX, MIX_WARPS[0], 8.25, 1),
     Case("mix backward, factors", mixing_backward.factors_kernel, MIX | MIX_FACTORS, MIX_WARPS[1], 8, 1),
-    Case("mix backward, gradients", mixing_backward.gradient_kernel, MIX | MIX_GRADIENT, MIX_WARPS[2], 16, 1),
+    Case(
+        "mix backward, gradients",
+        mixing_backward.gradient_kernel,
+        MIX | MIX_GRADIENT,
+        MIX_WARPS[2],
+        16,
+        1,
+        MIX_GRADIENT_REGISTERS,
+    ),
     Case(
         "weights' gradient",
         streams_backward.dweights_kernel,

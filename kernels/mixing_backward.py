@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from kernels.mixing import gates_of
-from kernels.narrow import GRADIENT_PEAK, peak_of
+from kernels.narrow import GRADIENT_PEAK
 from kernels.tiles import product
 
 
@@ -136,22 +136,27 @@ def part(b_x, second, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def products_unit(p_peak, PARTS: tl.constexpr):
+    """The unit of what multiplies r, of which `p_peak` is the largest, so that fp16 holds two PARTS of it."""
+    unit = 1.0
+    if PARTS == 2:
+        unit = tl.maximum(tl.load(p_peak), 1e-30) / 16384.0
+    return unit
+
+
+@triton.jit
 def parts_kernel(
-    p_factors, p_partial, p_c, p_of_r, p_unit, P, n_peaks,
-    M: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, PEAKS: tl.constexpr, BLOCK_T: tl.constexpr,
+    p_factors, p_peak, p_c, p_of_r, P,
+    M: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """The small operands of the products of `gradient_kernel`, as it takes them.
 
     Args:
-        p_factors: [P, 5 m] and p_partial: [2 + m, n_peaks] of `factors_kernel`; peaks are read PEAKS at a time.
+        p_factors: [P, 5 m] of `factors_kernel`, p_peak: the largest of its peaks.
         p_c: [P, WIDTH PARTS PARTS], written: c_k, every part of it as often as W has parts.
-        p_of_r: [P, m, 16], written: c_k times the unit of stream j over p_unit, [1], every part in columns of 8.
+        p_of_r: [P, m, 16], written: c_k times the unit of stream j in `products_unit`, every part in columns of 8.
     """
-    unit = 1.0
-    if PARTS == 2:
-        unit = tl.maximum(peak_of(p_partial, n_peaks, PEAKS), 1e-30) / 16384.0
-    if tl.program_id(0) == 0:
-        tl.store(p_unit, unit)
+    unit = products_unit(p_peak, PARTS)
     first = tl.program_id(0).to(tl.int64) * BLOCK_T
     o_t = tl.arange(0, BLOCK_T)[:, None]
     m_t = o_t < P - first
@@ -174,7 +179,7 @@ def parts_kernel(
 
 @triton.jit
 def gradient_kernel(
-    p_r, p_dr, p_dh, p_parts, p_factors, p_c, p_of_r, p_unit, p_dweight, P, tokens,
+    p_r, p_dr, p_dh, p_parts, p_factors, p_peak, p_c, p_of_r, p_dweight, P, tokens,
     M: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, DOT: tl.constexpr,
     EVEN: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -182,7 +187,7 @@ def gradient_kernel(
 
     Args:
         p_parts: W [m m, D] in fp32, or with two PARTS as `weight_kernel` wrote them.
-        p_factors: of `factors_kernel`; p_c, p_of_r, p_unit: of `parts_kernel`.
+        p_factors: of `factors_kernel`; p_peak, p_c, p_of_r: of `parts_kernel`.
         WIDTH: columns that hold m of them, in `DOT` products at least 16 for all pairs of PARTS.
         EVEN: BLOCK_T divides P.
     """
@@ -230,7 +235,7 @@ def gradient_kernel(
             else:
                 tl.store(p_dr + first * (M * D) + o_j, b_dr, mask=m_td)
         dweight = updated
-    unit = tl.load(p_unit)
+    unit = products_unit(p_peak, PARTS)
     p_program = p_dweight + tl.program_id(1).to(tl.int64) * M * M * D
     o_k = tl.arange(0, 8)
     for j in tl.static_range(M):

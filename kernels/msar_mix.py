@@ -18,7 +18,6 @@ MIX_VALUES = 44  # at most, of those tokens, that a thread of it holds
 NARROW_MIX_VALUES = 88  # likewise where they are fp16
 MIX_CHANNELS = 4  # of a row tile that a thread of it holds
 PARTS_TOKENS = 128  # of a program that prepares the operands of products
-PEAKS_AT_ONCE = 4096  # of which it takes the largest
 
 Mixer = tuple[Tensor, Tensor, Tensor]
 """Weight [m, m, D], scale [1] and bias [m], fp32."""
@@ -36,7 +35,9 @@ class Tile:
     """Programs that an SM has room for, where as many are launched."""
 
     def options(self) -> dict[str, int]:
-        return {
+        registers = 65536 // (32 * self.num_warps * self.resident) // 8 * 8
+        limit = {"maxnreg": registers} if self.resident > 1 else {}
+        return limit | {
             "BLOCK_T": self.tokens,
             "BLOCK_D": self.channels,
             "STAGES": self.stages,
@@ -126,10 +127,9 @@ def mix_backward(
     n_slices = triton.cdiv(D, tile.channels)
     width = product_width(m, n_parts)
     parts_of_c = empty(P, width * n_parts**2, dtype=torch.bfloat16 if n_parts == 2 else torch.float32)
-    parts_of_r, unit_of_r = empty(P, m, 16, dtype=retrieved.dtype), empty(1)
+    parts_of_r, peak = empty(P, m, 16, dtype=retrieved.dtype), partial[0].amax()
     mixing_backward.parts_kernel[(triton.cdiv(P, PARTS_TOKENS),)](
-        factors, partial, parts_of_c, parts_of_r, unit_of_r, P, n_programs,
-        M=m, WIDTH=width, PARTS=n_parts, PEAKS=PEAKS_AT_ONCE, BLOCK_T=PARTS_TOKENS, num_warps=8,
+        factors, peak, parts_of_c, parts_of_r, P, M=m, WIDTH=width, PARTS=n_parts, BLOCK_T=PARTS_TOKENS, num_warps=8
     )  # fmt: skip
 
     tokens = tokens_of_a_program(P, n_slices, tile, retrieved.device)
@@ -137,7 +137,7 @@ def mix_backward(
     dr = retrieved if in_place else torch.empty_like(retrieved)
     dweight = empty(n_chunks, m, m, D)
     mixing_backward.gradient_kernel[(n_slices, n_chunks)](
-        retrieved, dr, dh, parts, factors, parts_of_c, parts_of_r, unit_of_r, dweight, P, tokens,
+        retrieved, dr, dh, parts, factors, peak, parts_of_c, parts_of_r, dweight, P, tokens,
         M=m, D=D, WIDTH=width, PARTS=n_parts, DOT=dot, EVEN=P % tile.tokens == 0, **tile.options(),
     )  # fmt: skip
     totals = partial[1:].sum(1)

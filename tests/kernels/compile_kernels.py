@@ -95,7 +95,7 @@ KERNELS = [
     (mixing.narrow_mix_kernel, MIX | {"TILE": 64, "TAIL": 64, "LANES": 64, "SOFTMAX": False}, 2),
     (mixing_backward.weight_kernel, {"D": D, "BLOCK": 64, "PARTS": 2}, 4),
     (mixing_backward.factors_kernel, MIX | {"BLOCK_T": 1, "BLOCK_D": 64, "STAGES": 3, "SOFTMAX": True}, 1),
-    (mixing_backward.parts_kernel, {"M": 2, "WIDTH": 4, "PARTS": 2, "PEAKS": 64, "BLOCK_T": 32}, 4),
+    (mixing_backward.parts_kernel, {"M": 2, "WIDTH": 4, "PARTS": 2, "BLOCK_T": 32}, 4),
     (mixing_backward.gradient_kernel, MIX | MIX_GRADIENT | {"WIDTH": 4, "PARTS": 2, "DOT": "half"}, 4),
     (mixing_backward.gradient_kernel, MIX | MIX_GRADIENT | {"WIDTH": 16, "PARTS": 1, "DOT": "tf32x3"}, 4),
 ]
@@ -104,7 +104,7 @@ KERNELS += [
     (walk.gradient_kernel, SOURCES | WALK | NARROW | WEIGHTS_ONLY | FULL_SIZE | {"READS": 2}, 1),
     (streams.add_source_kernel, ADDED | NARROW | FULL_SIZE, 1),
 ]
-COUNTS = "T N n_plain n_table P K V n_tiles n_segments n_tokens count tokens n_norms n_reads n_peaks".split()
+COUNTS = "T N n_plain n_table P K V n_tiles n_segments n_tokens count tokens n_norms n_reads".split()
 TYPES = {
     "p_out": "*bf16",
     "p_dh": "*bf16",
