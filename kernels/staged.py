@@ -8,7 +8,7 @@ bytes a lane and no register, then reads it from shared memory straight into the
 - a tile is taken apart by halves, whose layouts follow from each other: `rows_of`;
 - nothing that a turn hands to the next is just what the one before handed to it, as in a window that only moves on:
   Triton takes that for a dependency over two turns and does not pipeline the loop. `carried` makes new values of it;
-- what gathers over the turns starts from values laid out like the rows: `zeros_like`.
+- what gathers over the turns starts from values laid out like the rows: `zeros_of_rows`.
 """
 
 import triton
@@ -81,6 +81,39 @@ def halves(b_tile):
     HALF: tl.constexpr = b_tile.shape[0] // 2
     b_first, b_second = tl.split(tl.permute(tl.reshape(b_tile, (2, HALF, b_tile.shape[1])), (1, 2, 0)))
     return b_first, b_second
+
+
+@triton.jit
+def load_taps(p_first, o_d, D: tl.constexpr, BLOCK_D: tl.constexpr, COUNT: tl.constexpr):
+    """COUNT consecutive rows, once: in one load, since the time to compile grows with their number squared."""
+    rows = ()
+    if COUNT > 0:
+        rows = rows_of(load_tile(p_first, o_d, 0, COUNT, D, BLOCK_D, COUNT, True), COUNT)
+    return rows
+
+
+@triton.jit
+def store_rows(p_first, rows, o_d, D: tl.constexpr, BLOCK_D: tl.constexpr, COUNT: tl.constexpr):
+    """Writes COUNT consecutive rows, in one store likewise."""
+    if COUNT > 0:
+        SIZE: tl.constexpr = power_up_to(COUNT)
+        tiles = ()
+        for i in tl.static_range(SIZE):
+            tiles = tiles + (tl.reshape(rows[min(i, COUNT - 1)], (1, BLOCK_D)),)
+        for _ in tl.static_range(log2(SIZE)):
+            coarser = ()
+            for i in tl.static_range(0, len(tiles), 2):
+                coarser = coarser + (whole(tiles[i], tiles[i + 1]),)
+            tiles = coarser
+        o_row = tl.arange(0, SIZE)[:, None]
+        tl.store(p_first + o_row * D + o_d[None, :], tiles[0], mask=(o_row < COUNT) & (o_d < D)[None, :])
+
+
+@triton.jit
+def whole(b_first, b_second):
+    """Two halves of a tile's rows, one below the other."""
+    ROWS: tl.constexpr = 2 * b_first.shape[0]
+    return tl.reshape(tl.permute(tl.join(b_first, b_second), (2, 0, 1)), (ROWS, b_first.shape[1]))
 
 
 @triton.jit
@@ -185,11 +218,12 @@ def rows_carried(kept, COUNT: tl.constexpr, DTYPE: tl.constexpr, BLOCK_D: tl.con
 
 
 @triton.jit
-def zeros_like(b_row, o_d, COUNT: tl.constexpr):
-    """COUNT row tiles of fp32 zeros in the layout of a loaded row."""
+def zeros_of_rows(p_first, o_d, COUNT: tl.constexpr):
+    """COUNT row tiles of fp32 zeros in the layout of rows loaded from p_first on."""
+    b_row = tl.load(p_first + o_d, mask=o_d < 0, other=0.0)
     zeros = ()
     for _ in tl.static_range(COUNT):
-        zeros = zeros + (tl.where(o_d < 0, b_row.to(tl.float32), 0.0),)
+        zeros = zeros + (b_row.to(tl.float32),)
     return zeros
 
 

@@ -14,6 +14,7 @@ import triton.language as tl
 from kernels.staged import (
     carried,
     load_factors,
+    load_taps,
     load_tile,
     newest,
     plus_times,
@@ -204,7 +205,7 @@ def add_source_kernel(
     o_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     sequence = b.to(tl.int64) * T
     p_source = tensor_at(p_table, 0, DTYPE) + sequence * D
-    b_taps = load_rows(tensor_at(p_table, 2 if COMPUTE == tl.float16 else 1, COMPUTE), o_d, D, K)
+    b_taps = load_taps(tensor_at(p_table, 2 if COMPUTE == tl.float16 else 1, COMPUTE), o_d, D, BLOCK_D, K)
     fit = load_fit(p_fit, 0, COMPUTE)
     p_base += sequence * M * D
     p_out += sequence * M * D

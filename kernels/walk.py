@@ -12,14 +12,16 @@ import triton.language as tl
 from kernels.staged import (
     carried,
     load_factors,
+    load_taps,
     load_tile,
     newest,
     plus_times,
     row_mask,
     rows_carried,
     rows_of,
+    store_rows,
     times,
-    zeros_like,
+    zeros_of_rows,
 )
 from kernels.tiles import (
     computed,
@@ -139,7 +141,7 @@ def walk(
         p_bend += ((n - n_plain) * tl.cast(P, tl.int64) + sequence) * M
     if QUERY:
         p_slope += ((n - n_plain) * tl.cast(P, tl.int64) + sequence) * M
-    b_taps = load_rows(tensor_at(p_table, (2 if NARROW else 1) * n_table + n, COMPUTE), o_d, D, K)
+    b_taps = load_taps(tensor_at(p_table, (2 if NARROW else 1) * n_table + n, COMPUTE), o_d, D, BLOCK_D, K)
     fit = load_fit(p_fit, n, COMPUTE)
     dfit = load_fit(p_dfit, n, COMPUTE)
     unit = 1.0 / dfit
@@ -153,9 +155,8 @@ def walk(
             queries = queries + ((given[j] * (dfit / slope_fit)).to(COMPUTE),)
     # dv of the last rows, oldest first
     pending = carried(zeros(DELAY, BLOCK_D, COMPUTE), DELAY, COMPUTE, BLOCK_D)
-    b_loaded = b_taps[0] if K > 0 else queries[0] if QUERY else tl.zeros([BLOCK_D], COMPUTE)
-    dtaps = zeros_like(b_loaded, o_d, K)
-    dquery = zeros_like(b_loaded, o_d, M if QUERY else 0)
+    dtaps = zeros_of_rows(p_source, o_d, K)
+    dquery = zeros_of_rows(p_source, o_d, M if QUERY else 0)
     t_start = t_first.to(tl.int64)
     history = raw_rows(p_source + (t_start - PAST) * D, t_start - PAST, o_d, T, D, PAST, 0, False)
     window = carried(computed(history, fit, PAST, COMPUTE), PAST, COMPUTE, BLOCK_D)
@@ -248,12 +249,14 @@ def walk(
             complete = (t >= t_first) & (t < t_end)
             mask = row_mask(o_d, complete, D, BLOCK_D)
             tl.store(p_out + (t_done + s) * D + o_d, done[s].to(DTYPE), mask=mask)
-    p_row = p_sums + (n.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * ROWS * D + o_d
+    sums = ()
     for i in tl.static_range(K):
-        tl.store(p_row + i * D, dtaps[i] / (fit * dfit), mask=o_d < D)
-    if QUERY:
-        for j in tl.static_range(M):
-            tl.store(p_row + (K + j) * D, dquery[j] / (fit * slope_fit), mask=o_d < D)
+        sums = sums + (dtaps[i] / (fit * dfit),)
+    for j in tl.static_range(M if QUERY else 0):
+        sums = sums + (dquery[j] / (fit * slope_fit),)
+    N_SUMS: tl.constexpr = K + (M if QUERY else 0)
+    p_row = p_sums + (n.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * ROWS * D
+    store_rows(p_row, sums, o_d, D, BLOCK_D, N_SUMS)
 
 
 @triton.jit
