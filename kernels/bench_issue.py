@@ -19,7 +19,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels import mixing, mixing_backward, msar_mix, streams, streams_backward, walk
+from kernels import mixing, mixing_backward, msar_mix, msar_steps, streams, streams_backward, walk
 
 D, TOKENS = 2112, 8192
 SOURCES = 8
@@ -28,8 +28,9 @@ LOOP_MIN = 40  # instructions: shorter loops are set-up
 SHAPE = {"SIZES": (1, 4, 8, 12), "D": D, "PACKED": False, "DTYPE": tl.bfloat16, "BLOCK_D": 64, "p_position": None}
 TILE = SHAPE | {"EVEN": True, "WARPS": 4}
 NARROW = {"COMPUTE": tl.float16}
-WALK = SHAPE | NARROW | {"READS": 1, "DR_DTYPE": tl.float16, "UNROLL": 4, "ADD": True, "SHARED": False, "EVEN": True}
-WALK |= {"STAGES": 3, "MIXED": False}
+WALK = SHAPE | NARROW | {"DR_DTYPE": tl.float16, "UNROLL": 4, "ADD": True, "SHARED": False, "EVEN": True}
+WALK |= {"MIXED": False}
+ADDED = SHAPE | NARROW | {"UNROLL": 4, "EVEN": True, "STAGES": 3, "OUT_DTYPE": tl.float16}
 MIX = {"M": 4, "D": D}
 MIX_ROWS = {"TOKENS": msar_mix.MIX_TOKENS, "SOFTMAX": False, "MEAN": False}
 MIX_ROWS |= msar_mix.row_tiles(4, D, msar_mix.MIX_TOKENS)
@@ -50,6 +51,7 @@ TYPES = {
     "p_c": "*bf16",
     "p_of_r": "*fp16",
     "p_more": "*fp16",
+    "p_base": "*fp16",
     "p_table": "*i64",
     "p_out_table": "*i64",
     "p_dr_table": "*i64",
@@ -75,7 +77,15 @@ class Case(NamedTuple):
 NO_MORE = {"MORE": False, "p_more": None, "p_more_unit": None}
 WHOLE = {"BEND": True, "QUERY": True} | NO_MORE
 WEIGHTS_ONLY = NO_QUERY | NO_MORE | {"BEND": False, "p_bend": None}
-NORM_ONLY = NO_QUERY | {"READS": 0, "BEND": True, "MORE": True, "p_dr_table": None, "p_weights": None}
+NORM_ONLY = NO_QUERY | {"BEND": True, "MORE": True, "p_dr_table": None, "p_weights": None}
+
+
+def walk_case(name: str, kind: dict, n_reads: int, sources: int = 1) -> Case:
+    warps_per_sm, stages = msar_steps.walk_resources(torch.float16, n_reads, kind["BEND"])
+    constants = WALK | kind | {"READS": n_reads, "STAGES": stages}
+    return Case(name, walk.gradient_kernel, constants, 1, 8, sources, msar_steps.REGISTERS[warps_per_sm])
+
+
 CASES = (
     Case("score", streams.score_kernel, TILE | {"STEPS": 4, "QUERY": True}, 4, 8, 1, 168),
     Case(
@@ -135,12 +145,10 @@ CASES = (
         SOURCES,
         168,
     ),
-    Case("walk, scored in the read", walk.gradient_kernel, WALK | WHOLE, 1, 8, 1, 168),
-    Case("walk, norms of a source", walk.gradient_kernel, WALK | NORM_ONLY, 1, 8, 1, 168),
-    *(
-        Case(f"walk, {n} of a block", walk.gradient_kernel, WALK | WEIGHTS_ONLY | {"READS": n}, 1, 8, SOURCES, 168)
-        for n in (1, 2, 3, 4)
-    ),
+    Case("partial sum onto what was retrieved", streams.add_source_kernel, ADDED, 1, 8, 1, 128),
+    walk_case("walk, scored in the read", WHOLE, 1),
+    walk_case("walk, norms of a source", NORM_ONLY, 0),
+    *(walk_case(f"walk, {n} of a block", WEIGHTS_ONLY, n, SOURCES) for n in (1, 2, 3, 4)),
 )
 
 
@@ -196,16 +204,17 @@ def in_loops(listing: list[tuple[int, str]]) -> list[str]:
 
 
 def main() -> int:
-    print(f"{'kernel':<30}{'issued':>8}{'math':>7}{'loads':>7}{'spills':>8}{'registers':>11}{'at least':>12}")
+    print(f"{'kernel':<38}{'issued':>8}{'math':>7}{'loads':>7}{'spills':>8}{'registers':>11}{'at least':>12}")
     for case in CASES:
         listing, registers = instructions(compiled(case).asm["cubin"])
         names = in_loops(listing) or [operation(line) for _, line in listing]
         arithmetic = sum(name in ("FFMA", "FMUL", "FADD", "HFMA2", "HMUL2", "HADD2") for name in names)
         spills = sum(name in ("LDL", "STL") for name in names)
+        loads = sum(name in ("LDG", "LDGSTS") for name in names)
         issued = len(names) / case.per_turn
         ms = issued * case.sources * TOKENS * D / ISSUED_PER_SECOND * 1e3
         print(
-            f"{case.name:<30}{issued:>8.1f}{arithmetic / case.per_turn:>7.1f}{names.count('LDG') / case.per_turn:>7.1f}"
+            f"{case.name:<38}{issued:>8.1f}{arithmetic / case.per_turn:>7.1f}{loads / case.per_turn:>7.1f}"
             f"{spills:>8}{registers:>11}{ms:>9.3f} ms",
             flush=True,
         )

@@ -20,6 +20,7 @@ from kernels.tensor_sums import on_tensor_cores
 from kernels.tiles import TRITON_DTYPES, processors, table
 
 SEGMENT = 256  # tokens per program of a backward walk, about: one partial row set of the taps' gradient each
+REGISTERS = {8: 255, 12: 168, 16: 128}  # of a thread, for so many warps on an SM
 WALK_STEPS = 4  # tokens that a walk takes at a time
 READS_AT_ONCE = 4  # reads that share one expansion of a source in a launch
 WARPS = 4  # tiles of tokens side by side that share the taps they fetch
@@ -109,11 +110,11 @@ class Sources:
 
         Args:
             compute: for kernels that have a choice.
-            warps_per_sm: 8, 12 or 16 to be resident; the compiler would often rather take the registers of more.
+            warps_per_sm: 8, 12 or 16 that are to be resident; the compiler often takes the registers of more than one.
         """
         choice = {} if compute is None else {"COMPUTE": TRITON_DTYPES[compute]}
         if warps_per_sm is not None:
-            choice["maxnreg"] = {8: 255, 12: 168, 16: 128}[warps_per_sm]
+            choice["maxnreg"] = REGISTERS[warps_per_sm]
         return choice | {
             "SIZES": spec.kernel_sizes,
             "D": self.tensors[0].shape[-1],
@@ -362,6 +363,16 @@ def sources_backward(
     return slope[:, :n] / rstd[:n], dtaps, dquery
 
 
+def walk_resources(compute: torch.dtype, n_reads: int, scored: bool) -> tuple[int, int]:
+    """Programs of a walk that an SM is to hold, and its stages.
+
+    Its loads are under way ahead of it, so registers pay more than warps where a walk has much to hold, be it what a
+    source that was scored takes or a fourth read; and more stages pay while spills do not need their room in the L1.
+    """
+    half = compute == torch.float16
+    return 12 if half and not scored and n_reads <= 3 else 8, 3 if half and n_reads <= 2 else 2
+
+
 def walk_sources(
     spec: Spec, sources: Sources, dr_table: Tensor | None, weights: Tensor | None,
     of_scores: tuple[Tensor | None, Tensor, Tensor | None] | None = None, n_plain: int = 0,
@@ -384,8 +395,7 @@ def walk_sources(
     R, n_tiles = 0 if weights is None else len(weights), triton.cdiv(D, spec.block_d)
     slope, bend, query = of_scores or (None,) * 3
     compute, fit, dfit = computing_dtype(sources, dr_dtype), None, None
-    # loads are under way through shared memory, so registers pay more than warps where there is much to hold
-    warps_per_sm = 8 if compute == torch.float32 or bend is not None or R > 3 else 12
+    warps_per_sm, stages = walk_resources(compute, R, bend is not None)
     past = triton.cdiv(max(spec.kernel_sizes) - 1, WALK_STEPS) * WALK_STEPS
     segment = segment_length((B, T), n_tiles * N, past, warps_per_sm * processors(rstd.device))
     n_segments = triton.cdiv(T, segment)
@@ -404,7 +414,7 @@ def walk_sources(
         T, N, n_plain, rows.stride(0), B * T, n_segments, segment,
         READS=R, SHARED=shared, BEND=bend is not None, QUERY=query is not None, MORE=more is not None,
         MIXED=bend is not None and n_plain > 0, BLOCK_D=spec.block_d, UNROLL=WALK_STEPS, EVEN=T % WALK_STEPS == 0,
-        STAGES=3 if R <= 2 and compute == torch.float16 else 2, ADD=again or sources.buffers.add,
+        STAGES=stages, ADD=again or sources.buffers.add,
         DR_DTYPE=TRITON_DTYPES[dr_dtype], num_warps=1, **sources.constants(spec, compute, warps_per_sm),
     )  # fmt: skip
     of_sources = sums.sum(1)
