@@ -110,7 +110,7 @@ class Sources:
 
         Args:
             compute: for kernels that have a choice.
-            warps_per_sm: 8, 12 or 16 that are to be resident; the compiler often takes the registers of more than one.
+            warps_per_sm: 8, 12 or 16 to be resident; the compiler would often rather take more registers than that leaves.
         """
         choice = {} if compute is None else {"COMPUTE": TRITON_DTYPES[compute]}
         if warps_per_sm is not None:

@@ -1,9 +1,8 @@
 # ruff: noqa: RUF005  (Triton compiles `+` of tuples, not unpacking)
-"""Triton kernels of the backward pass over the expanded streams of a source: gradients of everything a read used.
+"""Triton kernel of the gradients of a read's weights, over the expanded streams of its sources.
 
-A program owns BLOCK_D channels of one source and walks along a segment of time, the last rows in a window of registers;
-what belongs to a channel (gradients of taps and queries) gathers in registers on the way. Programs of the sources of
-one place run side by side, so that the L2 serves all but the first reader of dr.
+A program owns tokens of one source and goes through its channels, as `streams.score_kernel` does. Programs of the
+sources of one place run side by side, so that the L2 serves all but the first reader of dr.
 """
 
 import triton

@@ -84,6 +84,7 @@ KERNELS = [
     (walk.gradient_kernel, SOURCES | WALK | NARROW | WHOLE, 1),
     (walk.gradient_kernel, SOURCES | WALK | WIDE | WHOLE, 1),
     (walk.gradient_kernel, SOURCES | WALK | NARROW | WEIGHTS_ONLY | {"READS": 3}, 1),
+    (walk.gradient_kernel, SOURCES | WALK | NARROW | WHOLE | ONE_CHANNEL, 1),
     (walk.gradient_kernel, SOURCES | WALK | NARROW | NORM_ONLY, 1),
     (walk.gradient_kernel, SOURCES | WALK | NARROW | NORM_ONLY | {"READS": 2, "MIXED": True}, 1),
     (depth_softmax.weights_kernel, {"BLOCK": 128}, 4),
