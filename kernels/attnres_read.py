@@ -19,7 +19,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kernels.gradients import Buffers
-from kernels.tiles import TRITON_DTYPES, aligned, check_sources, float32, table, tensor_at, zeros
+from kernels.tiles import (
+    TRITON_DTYPES,
+    aligned,
+    cdiv,
+    check_sources,
+    float32,
+    next_power_of_2,
+    table,
+    tensor_at,
+    zeros,
+)
 
 # measured on an H200 at D = 2112 in bf16, see docs/kernels.md
 STAGES = 4  # three rows under way and the one in use
@@ -181,9 +191,9 @@ def row_layout(D: int, dtype: torch.dtype, lane_channels: int, tile_channels: in
         lane_channels: of a row that a lane holds at most; a longer row takes more warps.
         tile_channels: of a tile that a lane holds.
     """
-    num_warps = min(32, triton.next_power_of_2(triton.cdiv(D, 32 * lane_channels)))
-    tile = min(32 * num_warps * tile_channels, triton.next_power_of_2(D))
-    row_bytes = triton.cdiv(D, tile) * tile * dtype.itemsize
+    num_warps = min(32, next_power_of_2(cdiv(D, 32 * lane_channels)))
+    tile = min(32 * num_warps * tile_channels, next_power_of_2(D))
+    row_bytes = cdiv(D, tile) * tile * dtype.itemsize
     stages = min(STAGES, 1 + SHARED_BYTES // row_bytes)  # all but one have a row in shared memory
     return {"D": D, "TILE": tile, "STAGES": stages, "num_warps": num_warps}
 
@@ -221,7 +231,7 @@ def _query_gradients(partial: Tensor, query: Tensor, gain: Tensor | None) -> tup
     """Gradients [D] of query and gain, of partial rows [programs, D] of the gradient of their product."""
     n_rows, D = partial.shape
     dquery, dgain = torch.empty_like(query), None if gain is None else torch.empty_like(gain)
-    query_gradient_kernel[(triton.cdiv(D, 16),)](
+    query_gradient_kernel[(cdiv(D, 16),)](
         partial, query, gain, dquery, dgain, n_rows, D=D, BLOCK_R=256, BLOCK_D=16, num_warps=8
     )
     return dquery, dgain
@@ -254,7 +264,7 @@ class _Read(torch.autograd.Function):
         partial = query.new_empty(n_programs, D)
         backward_kernel[(n_programs,)](
             table(sources, buffers.given, buffers.out), query, gain, aligned(dh), logits, rstd, lse, partial, P, N,
-            NP=triton.next_power_of_2(N), **layout, ADD=buffers.add, DTYPE=TRITON_DTYPES[dh.dtype],
+            NP=next_power_of_2(N), **layout, ADD=buffers.add, DTYPE=TRITON_DTYPES[dh.dtype],
         )  # fmt: skip
         dquery, dgain = _query_gradients(partial, query, gain)
         of_query, of_gain = ctx.dtypes

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.tiles import next_power_of_2
+
 BLOCK = 8192
 LOWEST = tl.constexpr(-3e38)
 
@@ -60,7 +62,7 @@ def cross_entropy_(logits: Tensor, targets: Tensor, ignored: int, wants_gradient
     losses = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
     n_rows, V = logits.shape
     if n_rows:
-        block = min(BLOCK, triton.next_power_of_2(V))
+        block = min(BLOCK, next_power_of_2(V))
         cross_entropy_kernel[(n_rows,)](
             logits, targets.contiguous(), losses, V, ignored, GRADIENT=wants_gradient, BLOCK=block,
             num_warps=max(1, min(16, block // 512)),

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.reference import n_taps
-from kernels.tiles import first_tap, learned, load_rows, n_streams, width
+from kernels.tiles import cdiv, first_tap, learned, load_rows, n_streams, next_power_of_2, width
 
 LOW_PART = tl.constexpr(256.0)  # what the second of two parts is multiplied by: the first leaves 2^-9 or less
 OUT_PEAK = 2.0**14  # bound of a sum over all columns in fp16
@@ -307,7 +307,7 @@ def logits(
     columns = Columns.of(queries, taps, kernel_sizes, source.dtype)
     z = product(columns.parts, source.view(P, D).t(), torch.float32)
     out = rstd.new_empty(R, P, m)
-    logits_kernel[(triton.cdiv(P, BLOCK_T), R)](
+    logits_kernel[(cdiv(P, BLOCK_T), R)](
         z, columns.peaks, rstd, position, out, T, P, R,
         SIZES=kernel_sizes, PARTS=parts_of(source.dtype), PACKED=position is not None, BLOCK=BLOCK_T, num_warps=4,
     )  # fmt: skip
@@ -338,26 +338,26 @@ def backward(
     n_parts, packed = parts_of(source.dtype), position is not None
     columns = Columns.of(queries, taps, kernel_sizes, source.dtype)
     slope, bend = torch.empty_like(scores[0]), torch.empty_like(scores[1])
-    peaks = slope.new_empty(R, m, triton.cdiv(P, SLOPES_BLOCK))
+    peaks = slope.new_empty(R, m, cdiv(P, SLOPES_BLOCK))
     slopes_kernel[(peaks.shape[2],)](
         dlogits, *scores, slope, bend, peaks, P, R, D,
-        M=m, BLOCK_T=SLOPES_BLOCK, BLOCK_M=triton.next_power_of_2(m), num_warps=4,
+        M=m, BLOCK_T=SLOPES_BLOCK, BLOCK_M=next_power_of_2(m), num_warps=4,
     )  # fmt: skip
     slope_peaks, factors, unit = peaks.amax(2), slope.new_empty(R * C), slope.new_empty(1)
     units_kernel[(1,)](
         columns.peaks, slope_peaks, unit, factors, R * C, OUT_PEAK,
-        SIZES=kernel_sizes, BLOCK=triton.next_power_of_2(R * C), num_warps=4,
+        SIZES=kernel_sizes, BLOCK=next_power_of_2(R * C), num_warps=4,
     )  # fmt: skip
     spread = source.new_empty(n_parts * R * C, P)
     weighted = columns.narrow.new_empty(R * C, P)
-    spread_kernel[(triton.cdiv(P, BLOCK_T), C, R)](
+    spread_kernel[(cdiv(P, BLOCK_T), C, R)](
         slope, slope_peaks, factors, position, spread, weighted, T, P,
         SIZES=kernel_sizes, PARTS=n_parts, PACKED=packed, BLOCK=BLOCK_T, num_warps=4,
     )  # fmt: skip
     dsource = product(weighted.t(), columns.narrow, weighted.dtype)
     dz = product(spread, source.view(P, D), torch.float32)
     dqueries, dtaps = torch.empty_like(queries), slope.new_empty(n_taps(kernel_sizes), D)
-    parameters_kernel[(triton.cdiv(D, PARAMETER_BLOCK), m)](
+    parameters_kernel[(cdiv(D, PARAMETER_BLOCK), m)](
         dz, slope_peaks, queries, taps, dqueries, dtaps, R,
         SIZES=kernel_sizes, D=D, PARTS=n_parts, BLOCK=PARAMETER_BLOCK, num_warps=1,
     )  # fmt: skip

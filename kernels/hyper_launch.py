@@ -8,7 +8,7 @@ import triton
 from torch import Tensor
 
 from kernels import hyper_coefficients, hyper_lanes
-from kernels.tiles import DTYPES, float32, processors
+from kernels.tiles import DTYPES, cdiv, float32, next_power_of_2, processors
 
 MAX_LANES = 8
 MAX_ROUNDS = 64
@@ -82,7 +82,7 @@ class Spec:
     def options(self, kernel: str) -> dict:
         """Compile-time arguments of the coefficient kernels."""
         return {
-            "KIND": self.kind, "ROUNDS": self.rounds, "n": self.n, "N": max(2, triton.next_power_of_2(self.n)),
+            "KIND": self.kind, "ROUNDS": self.rounds, "n": self.n, "N": max(2, next_power_of_2(self.n)),
             "D": self.D, **launch(kernel, self.n).options(),
         }  # fmt: skip
 
@@ -137,7 +137,7 @@ def _precision(dtype: torch.dtype) -> tuple[int, str]:
 
 
 def _dot_width(columns: int) -> int:
-    return max(16, triton.next_power_of_2(columns))
+    return max(16, next_power_of_2(columns))
 
 
 def _parts(weight: Tensor, n_parts: int) -> Tensor:
@@ -146,7 +146,7 @@ def _parts(weight: Tensor, n_parts: int) -> Tensor:
     if n_parts == 1:
         return weight
     parts = torch.empty(2, *weight.shape, dtype=torch.bfloat16, device=weight.device)
-    hyper_lanes.split_kernel[(triton.cdiv(weight.numel(), 1024),)](weight, parts, weight.numel(), BLOCK=1024)
+    hyper_lanes.split_kernel[(cdiv(weight.numel(), 1024),)](weight, parts, weight.numel(), BLOCK=1024)
     return parts
 
 
@@ -166,7 +166,7 @@ def update_lanes(
         projected = torch.empty(*rows, columns + 1, dtype=torch.float32, device=lanes.device)
         parts = _parts(weight, n_parts)
     tile = launch("update", n, lanes.dtype)
-    hyper_lanes.update_kernel[(triton.cdiv(P, tile.tokens),)](
+    hyper_lanes.update_kernel[(cdiv(P, tile.tokens),)](
         lanes, *(write or (None,) * 3), out, parts, projected, P,
         UPDATE=write is not None, PROJECT=project, COLS=columns, n=n, D=D,
         # 64 rows of W, parts included, are the least that Hopper's tensor cores take as they are
@@ -194,7 +194,7 @@ def read_lanes(
     if spec.kind != "head":
         post, res = (torch.empty(B, T, *shape, device=lanes.device) for shape in ((n,), (n, n)))
     tile = launch("read", n)
-    hyper_coefficients.read_kernel[(triton.cdiv(B * T, tile.tokens),)](
+    hyper_coefficients.read_kernel[(cdiv(B * T, tile.tokens),)](
         lanes, projected, gates, *_static_parts(spec, static), out, post, res, B * T, spec.eps, spec.shift,
         **spec.options("read"),
     )  # fmt: skip
@@ -213,7 +213,7 @@ def update_gradient(
     dy, dpost, dres = torch.empty_like(y), torch.empty_like(post), torch.empty_like(res)
     dlanes = torch.empty_like(lanes) if wants_lanes else None
     tile = launch("update_gradient", n)
-    hyper_lanes.update_gradient_kernel[(triton.cdiv(B * T, tile.tokens),)](
+    hyper_lanes.update_gradient_kernel[(cdiv(B * T, tile.tokens),)](
         dout, lanes, y, post, res, dy, dpost, dres, dlanes, B * T,
         n=n, D=D, LANES=wants_lanes, FOLD=8, **tile.options(),
     )  # fmt: skip
@@ -240,16 +240,16 @@ def coefficients_gradient(
         rows = P * n if spec.project == "lane" else P
         draw, bend = torch.empty(rows, spec.columns, **new), torch.empty(rows, **new)
         of_gates = torch.empty_like(gates)
-    n_programs = triton.cdiv(P, launch("coefficients_gradient", n).tokens)
+    n_programs = cdiv(P, launch("coefficients_gradient", n).tokens)
     partial, of_static = torch.empty(n_programs, 2, R, **new), torch.empty(R, **new)
     hyper_coefficients.coefficients_gradient_kernel[(n_programs,)](
         lanes, dh, projected, gates, *_static_parts(spec, tuple(static)), dpost, dres, pre, draw, bend, partial, P,
         spec.eps, spec.shift, **spec.options("coefficients_gradient"),
     )  # fmt: skip
     n_gates = 0 if of_gates is None else of_gates.numel()
-    hyper_coefficients.coefficient_sums_kernel[(triton.cdiv(R, 8) + n_gates,)](
+    hyper_coefficients.coefficient_sums_kernel[(cdiv(R, 8) + n_gates,)](
         partial, of_static, of_gates, n_programs,
-        KIND=spec.kind, n=n, R=R, WIDTH=8, ALL=triton.next_power_of_2(R), SIZE=16384, num_warps=8,
+        KIND=spec.kind, n=n, R=R, WIDTH=8, ALL=next_power_of_2(R), SIZE=16384, num_warps=8,
     )  # fmt: skip
     return (pre, draw, bend), of_gates, of_static
 
@@ -268,7 +268,7 @@ def lanes_gradient(
     P = B * T
     dlanes = torch.empty_like(lanes)
     tile = launch("lanes_gradient", n, lanes.dtype)
-    n_slices = triton.cdiv(D, tile.channels)
+    n_slices = cdiv(D, tile.channels)
     n_chunks = _n_chunks(P, tile.tokens, n_slices, lanes.device)
     n_parts, dot = _precision(lanes.dtype)
     partial = None
@@ -286,11 +286,11 @@ def lanes_gradient(
 
 def _n_chunks(P: int, tile_tokens: int, n_slices: int, device: torch.device) -> int:
     """Token chunks of the lanes' gradient: full waves of programs, and few, since each chunk writes a partial dW."""
-    n_processors, most = processors(device), max(1, min(32, triton.cdiv(P, tile_tokens)))
+    n_processors, most = processors(device), max(1, min(32, cdiv(P, tile_tokens)))
 
     def cost(n_chunks: int) -> float:
         programs = n_slices * n_chunks
-        waves = triton.cdiv(programs, n_processors)
+        waves = cdiv(programs, n_processors)
         return waves * n_processors / programs * (1 + 0.004 * n_chunks)
 
     return min(range(1, most + 1), key=cost)

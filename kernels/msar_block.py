@@ -18,7 +18,6 @@ units, in the place of the statistics' (log-sum-exp, scale) the mean of the weig
 from collections.abc import Sequence
 
 import torch
-import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -44,7 +43,7 @@ from kernels.msar_steps import (
     weights_gradient,
 )
 from kernels.reference import Gate
-from kernels.tiles import aligned, check_sources, check_streams, float32, table
+from kernels.tiles import aligned, cdiv, check_sources, check_streams, float32, table
 
 
 class _OpenBlock(torch.autograd.Function):
@@ -160,7 +159,7 @@ class _ReadBlock(torch.autograd.Function):
             sources = Sources([held], () if taps is None else (taps_32,), position)
             logits, rstd = score(spec, sources, query_32)
             a, base_weight, merged = torch.empty_like(rstd), torch.empty_like(lse), torch.empty_like(lse)
-            depth_softmax.merge_kernel[(triton.cdiv(lse.numel(), depth_softmax.BLOCK),)](
+            depth_softmax.merge_kernel[(cdiv(lse.numel(), depth_softmax.BLOCK),)](
                 logits, rstd, lse, scale_of_r, a, base_weight, merged, lse.numel(), BLOCK=depth_softmax.BLOCK
             )
             r = retrieve_onto(spec, sources, a[None], rstd, merged, r, base_weight)
@@ -192,7 +191,7 @@ class _ReadBlock(torch.autograd.Function):
             # the mean over all sources, most of which are phase 1's: sum_n a_nj dr_j . u_nj = dr_j . r_j
             dweights, products = weights_gradient(spec, sources, rstd, [dr], dr_table, r)
             mean, dstatistics = torch.empty_like(unit), unit.new_empty(2, P, m)
-            depth_softmax.handed_kernel[(triton.cdiv(P * m, depth_softmax.BLOCK),)](
+            depth_softmax.handed_kernel[(cdiv(P * m, depth_softmax.BLOCK),)](
                 products, unit, scale_of_r, a, mean, dstatistics, P * m, BLOCK=depth_softmax.BLOCK
             )
             scores = Scores(a[None], rstd, 0, query, logits[None])

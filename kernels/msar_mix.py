@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels import mixing, mixing_backward
 from kernels.msar_steps import Spec
-from kernels.tiles import processors
+from kernels.tiles import cdiv, next_power_of_2, processors
 
 MIX_TOKENS = 1  # that a program of the mix holds
 MIX_VALUES = 44  # at most, of those tokens, that a thread of it holds
@@ -57,10 +57,10 @@ def gradient_tile(m: int, scratch: torch.dtype) -> Tile:
 
 def row_tiles(m: int, D: int, tokens: int = 1, values: int = MIX_VALUES) -> dict[str, int]:
     """How the programs of the mix lay their tokens' channels over threads, of which each holds up to so many values."""
-    num_warps = min(16, max(1, triton.next_power_of_2(triton.cdiv(tokens * m * D, 32 * values))))
+    num_warps = min(16, max(1, next_power_of_2(cdiv(tokens * m * D, 32 * values))))
     tile = min(32 * MIX_CHANNELS * num_warps, 1 << (D.bit_length() - 1))
     lanes = min(32 * num_warps, tile)
-    tail = max(lanes, triton.next_power_of_2(D % tile)) if D % tile else 0
+    tail = max(lanes, next_power_of_2(D % tile)) if D % tile else 0
     return {"TILE": tile, "TAIL": tail, "LANES": lanes, "num_warps": num_warps}
 
 
@@ -80,7 +80,7 @@ def mix(
             M=m, D=D, SOFTMAX=spec.gate == "softmax", **row_tiles(m, D, values=NARROW_MIX_VALUES),
         )  # fmt: skip
         return out, statistics
-    mixing.mix_kernel[(triton.cdiv(P, MIX_TOKENS),)](
+    mixing.mix_kernel[(cdiv(P, MIX_TOKENS),)](
         retrieved, scale_of_r, weight, scale, bias, out, statistics, P, spec.eps,
         M=m, D=D, TOKENS=MIX_TOKENS, SOFTMAX=spec.gate == "softmax", MEAN=mixer is None,
         **row_tiles(m, D, MIX_TOKENS),
@@ -117,23 +117,23 @@ def mix_backward(
     parts = empty(2, m, m, D, dtype=torch.bfloat16) if n_parts == 2 else weight
     mixing_backward.weight_kernel[(m * m,)](weight, parts, weight_peak, D=D, BLOCK=1024, PARTS=n_parts)
 
-    n_programs = triton.cdiv(P, of_factors.tokens)
+    n_programs = cdiv(P, of_factors.tokens)
     factors, unit, partial = empty(P, 5 * m), empty(P, m), empty(m + 2, n_programs)
     mixing_backward.factors_kernel[(n_programs,)](
         retrieved, scale_of_r, dh, statistics, weight_peak, scale, bias, factors, unit, partial, P,
         M=m, D=D, SOFTMAX=spec.gate == "softmax", **of_factors.options(),
     )  # fmt: skip
 
-    n_slices = triton.cdiv(D, tile.channels)
+    n_slices = cdiv(D, tile.channels)
     width = product_width(m, n_parts)
     parts_of_c = empty(P, width * n_parts**2, dtype=torch.bfloat16 if n_parts == 2 else torch.float32)
     parts_of_r, peak = empty(P, m, 16, dtype=retrieved.dtype), partial[0].amax()
-    mixing_backward.parts_kernel[(triton.cdiv(P, PARTS_TOKENS),)](
+    mixing_backward.parts_kernel[(cdiv(P, PARTS_TOKENS),)](
         factors, peak, parts_of_c, parts_of_r, P, M=m, WIDTH=width, PARTS=n_parts, BLOCK_T=PARTS_TOKENS, num_warps=8
     )  # fmt: skip
 
     tokens = tokens_of_a_program(P, n_slices, tile, retrieved.device)
-    n_chunks = triton.cdiv(P, tokens)
+    n_chunks = cdiv(P, tokens)
     dr = retrieved if in_place else torch.empty_like(retrieved)
     dweight = empty(n_chunks, m, m, D)
     mixing_backward.gradient_kernel[(n_slices, n_chunks)](
@@ -154,10 +154,10 @@ def precision(scratch: torch.dtype) -> tuple[int, str]:
 
 def product_width(m: int, n_parts: int) -> int:
     """Columns for m values in a product that takes 16 or more: of every pair of parts."""
-    return max(16 // n_parts**2, triton.next_power_of_2(m))
+    return max(16 // n_parts**2, next_power_of_2(m))
 
 
 def tokens_of_a_program(P: int, n_slices: int, tile: Tile, device: torch.device) -> int:
     """Tokens per program of the gradients such that all programs are resident at once: each leaves a partial dW."""
     n_chunks = max(1, tile.resident * processors(device) // n_slices)
-    return triton.cdiv(triton.cdiv(P, n_chunks), tile.tokens) * tile.tokens
+    return cdiv(cdiv(P, n_chunks), tile.tokens) * tile.tokens

@@ -10,14 +10,13 @@ import itertools
 from collections.abc import Sequence
 
 import torch
-import triton
 from torch import Tensor
 
 from kernels import depth_softmax, narrow, streams, streams_backward, walk
 from kernels.gradients import Buffers, own_buffer
 from kernels.reference import Gate, n_taps
 from kernels.tensor_sums import on_tensor_cores
-from kernels.tiles import TRITON_DTYPES, processors, table
+from kernels.tiles import TRITON_DTYPES, cdiv, processors, table
 
 SEGMENT = 256  # tokens per program of a backward walk, about: one partial row set of the taps' gradient each
 REGISTERS = {8: 255, 12: 168, 16: 128}  # of a thread, for so many warps on an SM
@@ -110,7 +109,7 @@ class Sources:
 
         Args:
             compute: for kernels that have a choice.
-            warps_per_sm: 8, 12 or 16 to be resident; the compiler would often rather take more registers than that leaves.
+            warps_per_sm: 8, 12 or 16 to be resident; the compiler would often rather take more registers.
         """
         choice = {} if compute is None else {"COMPUTE": TRITON_DTYPES[compute]}
         if warps_per_sm is not None:
@@ -137,6 +136,7 @@ def tokens_of_a_warp(sums: int, registers: int, most: int = 8) -> int:
     return 1 << (max(1, min(most, registers // sums)).bit_length() - 1)
 
 
+@functools.lru_cache
 def segment_length(sequences: tuple[int, int], n_programs: int, past: int, at_once: int) -> int:
     """Tokens per program of a walk, such that no last wave of programs leaves the device idle.
 
@@ -147,8 +147,8 @@ def segment_length(sequences: tuple[int, int], n_programs: int, past: int, at_on
         at_once: programs that the device holds.
     """
     B, T = sequences
-    lengths = {min(SEGMENT * 2, 16 * triton.cdiv(T, 16 * n)) for n in range(1, triton.cdiv(2 * T, SEGMENT) + 1)}
-    waves = {length: triton.cdiv(B * triton.cdiv(T, length) * n_programs, at_once) for length in lengths}
+    lengths = {min(SEGMENT * 2, 16 * cdiv(T, 16 * n)) for n in range(1, cdiv(2 * T, SEGMENT) + 1)}
+    waves = {length: cdiv(B * cdiv(T, length) * n_programs, at_once) for length in lengths}
     return min(sorted(lengths, reverse=True), key=lambda length: waves[length] * (length + past))
 
 
@@ -164,7 +164,7 @@ def by_token(x: Tensor) -> Tensor:
 
 def reads_at_once(n_reads: int, most: int = READS_AT_ONCE) -> list[slice]:
     """R reads in groups of at most so many that differ by one at most: each is a launch."""
-    n_groups = triton.cdiv(n_reads, most)
+    n_groups = cdiv(n_reads, most)
     bounds = [n_reads * group // n_groups for group in range(n_groups + 1)]
     return [slice(first, end) for first, end in itertools.pairwise(bounds)]
 
@@ -175,7 +175,7 @@ def score(spec: Spec, sources: Sources, query: Tensor | None) -> tuple[Tensor | 
     rstd = sources.table.new_empty(N, B * T, spec.m, dtype=torch.float32)
     logits = None if query is None else torch.empty_like(rstd)
     steps = tokens_of_a_warp(spec.m, 16, most=16)
-    n_tiles = triton.cdiv(T, WARPS * steps)
+    n_tiles = cdiv(T, WARPS * steps)
     streams.score_kernel[(B * n_tiles, N)](
         sources.table, query, sources.position, logits, rstd, T, N, B * T, n_tiles, spec.eps,
         QUERY=query is not None, BLOCK_D=spec.block_d, **tiles(T, steps), **sources.constants(spec, warps_per_sm=12),
@@ -204,7 +204,7 @@ def softmax_over_sources(logits: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor, 
     """Weights [R, N, P, m], log-sum-exp [R, P, m], and the scale of what is retrieved [P, m]."""
     R, N, *shape = logits.shape
     weights, lse, scale = torch.empty_like(logits), logits.new_empty(R, *shape), logits.new_empty(shape)
-    depth_softmax.weights_kernel[(triton.cdiv(scale.numel(), depth_softmax.BLOCK), R)](
+    depth_softmax.weights_kernel[(cdiv(scale.numel(), depth_softmax.BLOCK), R)](
         logits, rstd, weights, lse, scale, N, scale.numel(), BLOCK=depth_softmax.BLOCK
     )
     return weights, lse, scale
@@ -230,8 +230,8 @@ def retrieve(spec: Spec, sources: Sources, weights: Tensor, rstd: Tensor, scale:
         by_read = by_token(of_group) if fit is None else narrow.narrow_weights(of_group, scale, fit)
         # as many accumulators as fit beside the window: two channels take one register in fp16 and two in fp32
         steps = tokens_of_a_warp(spec.m * n_reads, 32 if fit is None else 64)
-        n_tiles = triton.cdiv(T, WARPS * steps)
-        streams.retrieve_kernel[(B * n_tiles * triton.cdiv(D, spec.block_d),)](
+        n_tiles = cdiv(T, WARPS * steps)
+        streams.retrieve_kernel[(B * n_tiles * cdiv(D, spec.block_d),)](
             sources.table, by_read, fit, scale, sources.position, out_table[0, group], T, N,
             B * T, n_tiles, READS=n_reads, BLOCK_D=spec.block_d, SCALED=scale is not None,
             OUT_DTYPE=TRITON_DTYPES[dtype], **tiles(T, steps),
@@ -258,9 +258,9 @@ def retrieve_onto(
         weight = narrow.narrow_weights(weight, scale, fit)
     else:
         weight = weight * scale
-    n_tiles = triton.cdiv(D, spec.block_d)
+    n_tiles = cdiv(D, spec.block_d)
     segment = segment_length((B, T), n_tiles, 0, 16 * processors(rstd.device))
-    n_segments = triton.cdiv(T, segment)
+    n_segments = cdiv(T, segment)
     out = torch.empty_like(base)
     streams.add_source_kernel[(n_tiles, B * n_segments)](
         source.table, weight, fit, base, base_weight, source.position, out, T, B * T, n_segments, segment,
@@ -310,7 +310,7 @@ def weights_gradient(
         n_reads = group.stop - group.start
         # the fewer sums a token has, the more tokens share the rows before them
         steps = 8 if fast else tokens_of_a_warp(spec.m * n_reads, 32 if fit is None else 96)
-        n_tiles = triton.cdiv(T, WARPS * steps)
+        n_tiles = cdiv(T, WARPS * steps)
         streams_backward.dweights_kernel[(B * n_tiles * N,)](
             sources.table, dr_table[0, group], r, fit, out[group], means, sources.position, T, N, B * T, n_tiles,
             READS=n_reads, SHARED=drs[0].ndim == 2, MEANS=r is not None, BLOCK_D=spec.block_d,
@@ -329,7 +329,7 @@ def softmax_backward(
     scaled, slope = torch.empty_like(dweights), torch.empty_like(dweights)
     bend = None if logits is None else torch.empty_like(rstd)
     has_units = isinstance(units, Tensor)
-    depth_softmax.slopes_kernel[(triton.cdiv(P * m, depth_softmax.BLOCK),)](
+    depth_softmax.slopes_kernel[(cdiv(P * m, depth_softmax.BLOCK),)](
         dweights, units if has_units else None, means, weights, logits, rstd, scaled, slope, bend, N, P * m,
         0.0 if has_units else units, width,
         READS=R, UNITS=has_units, MEANS=means is not None, BEND=logits is not None, BLOCK=depth_softmax.BLOCK,
@@ -392,13 +392,13 @@ def walk_sources(
         Gradients of the query [m, D], None if not given, and of the taps [N, K, D].
     """
     B, T, D, N = sources.shape
-    R, n_tiles = 0 if weights is None else len(weights), triton.cdiv(D, spec.block_d)
+    R, n_tiles = 0 if weights is None else len(weights), cdiv(D, spec.block_d)
     slope, bend, query = of_scores or (None,) * 3
     compute, fit, dfit = computing_dtype(sources, dr_dtype), None, None
     warps_per_sm, stages = walk_resources(compute, R, bend is not None)
-    past = triton.cdiv(max(spec.kernel_sizes) - 1, WALK_STEPS) * WALK_STEPS
+    past = cdiv(max(spec.kernel_sizes) - 1, WALK_STEPS) * WALK_STEPS
     segment = segment_length((B, T), n_tiles * N, past, warps_per_sm * processors(rstd.device))
-    n_segments = triton.cdiv(T, segment)
+    n_segments = cdiv(T, segment)
     n_rows = spec.K + (0 if query is None else spec.m)
     sums = rstd.new_empty(N, B * n_segments, n_rows, D)
     if compute == torch.float16:

@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.tiles import cdiv, next_power_of_2
+
 PEAK = tl.constexpr(64.0)
 TAPS_PEAK = tl.constexpr(64.0)  # sources with larger taps are scaled down
 GRADIENT_PEAK = tl.constexpr(8.0)  # the largest value of a stream's gradient in its units
@@ -190,9 +192,9 @@ def narrow_gradients_kernel(
 def narrow_taps(table: Tensor, taps: Tensor, n_sources: int) -> Tensor:
     """Fill `taps` [G, K, D] in fp16 from the table's fp32 taps; the largest sums of |taps| of a channel [G, tiles]."""
     G, K, D = taps.shape
-    tiles = triton.cdiv(D, TAPS_BLOCK)
+    tiles = cdiv(D, TAPS_BLOCK)
     norms = table.new_empty(G, tiles, dtype=torch.float32)
-    block_k = triton.next_power_of_2(K)
+    block_k = next_power_of_2(K)
     narrow_taps_kernel[(G, tiles)](
         table, taps, norms, n_sources, K, D, BLOCK_K=block_k, BLOCK_D=TAPS_BLOCK, num_warps=4
     )
@@ -212,7 +214,7 @@ def fit(rstd: Tensor, norms: Tensor | None, width: int) -> tuple[Tensor, Tensor]
     step, count = (0, 1) if norms is None else (int(len(norms) > 1), norms.shape[1])
     fit_kernel[(N,)](
         rstd, norms, out, P, step, count, m, width,
-        LEARNED=norms is not None, NORMS=triton.next_power_of_2(count), BLOCK=RSTD_BLOCK, num_warps=16,
+        LEARNED=norms is not None, NORMS=next_power_of_2(count), BLOCK=RSTD_BLOCK, num_warps=16,
     )  # fmt: skip
     return out[0], out[1]
 
@@ -221,7 +223,7 @@ def narrow_weights(weights: Tensor, scale: Tensor, fit: Tensor) -> Tensor:
     """Weights [N, P, m, R] of retrievals in fp16, from weights [R, N, P, m], the scale of r [P, m] and `fit` [N]."""
     R, N, P, m = weights.shape
     narrow = weights.new_empty(N, P, m, R, dtype=torch.float16)
-    narrow_weights_kernel[(triton.cdiv(P * m, BLOCK), N)](
+    narrow_weights_kernel[(cdiv(P * m, BLOCK), N)](
         weights, scale, fit, narrow, N, P * m, READS=R, BLOCK=BLOCK, num_warps=4
     )
     return narrow
@@ -250,11 +252,11 @@ def narrow_gradients(
     by_read = None if weights is None else weights.new_empty(N, P, m, R, dtype=half)
     narrow_slope, narrow_bend = (None if x is None else torch.empty_like(x, dtype=half) for x in (slope, bend))
     options = {"READS": R, "BEND": bend is not None, "QUERY": query is not None, "num_warps": 4}
-    peaks, dfit = rstd.new_empty(2, N, triton.cdiv(P * m, PEAK_BLOCK)), rstd.new_empty(2, N)
+    peaks, dfit = rstd.new_empty(2, N, cdiv(P * m, PEAK_BLOCK)), rstd.new_empty(2, N)
     gradient_peaks_kernel[(peaks.shape[2], N)](
         weights, slope, bend, peak, rstd, peaks, N, n_plain, P * m, apart, width, M=m, BLOCK=PEAK_BLOCK, **options
     )
-    narrow_gradients_kernel[(triton.cdiv(P * m, BLOCK), N)](
+    narrow_gradients_kernel[(cdiv(P * m, BLOCK), N)](
         weights, slope, bend, peaks, *fits, by_read, narrow_slope, narrow_bend, dfit, N, n_plain, P * m,
         apart, peaks.shape[2], BLOCK=BLOCK, **options,
     )  # fmt: skip
