@@ -64,7 +64,7 @@ def block(by_block: bool, n_sources, n_reads, sizes=(1, 3, 5), gate="sigmoid", p
     [
         {"n_sources": 2, "n_reads": 3, "T": 6},
         {"n_sources": 1, "n_reads": 1, "T": 5},
-        {"n_sources": 2, "n_reads": 5, "T": 8},  # two walks, the second on top of the first
+        {"n_sources": 2, "n_reads": 5, "T": 8, "D": 8, "sizes": (1, 3)},  # two walks, the second on top of the first
         {"n_sources": 2, "n_reads": 2, "T": 7, "B": 2, "packed": True, "gate": "softmax", "sizes": (1, 4)},
         {"n_sources": 2, "n_reads": 2, "T": 5, "sizes": (1, 1)},
         {"n_sources": 2, "n_reads": 2, "T": 24, "dtype": torch.bfloat16, "sizes": (1, 4)},
