@@ -59,8 +59,8 @@ def check(gate="sigmoid", packed=False, **options):
         {"n_sources": 2, "T": 9, "sizes": (1, 1, 1, 1)},
         {"n_sources": 1, "T": 3, "sizes": (1, 2, 3, 4, 5, 6, 7, 32), "D": 8},
         {"n_sources": 2, "T": 9, "D": 72, "sizes": (1, 4), "dtype": torch.bfloat16},
-        {"n_sources": 2, "T": 8, "D": 40, "sizes": (1, 2, 3, 4, 5), "dtype": torch.bfloat16},  # a channel to a lane
-        {"n_sources": 2, "T": 8, "B": 2, "sizes": (1, 3, 4), "dtype": torch.bfloat16, "packed": True},
+        {"n_sources": 1, "T": 8, "D": 8, "sizes": (1, 2, 3, 4, 5), "dtype": torch.bfloat16},  # a channel to a lane
+        {"n_sources": 2, "T": 8, "sizes": (1, 2, 3), "dtype": torch.bfloat16, "packed": True},
         {"n_sources": 2, "T": 9, "dtype": torch.float16},
         {"n_sources": 2, "T": 9, "sizes": (1, 4), "dtype": torch.bfloat16, "query_scale": 0.0},  # as training starts
         {"n_sources": 2, "T": 9, "sizes": (1, 4), "dtype": torch.bfloat16, "query_scale": 1e-6},
