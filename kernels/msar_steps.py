@@ -263,7 +263,7 @@ def retrieve_onto(
     n_segments = cdiv(T, segment)
     out = torch.empty_like(base)
     streams.add_source_kernel[(n_tiles, B * n_segments)](
-        source.table, weight, fit, base, base_weight, source.position, out, T, B * T, n_segments, segment,
+        source.table, weight, fit, base, base_weight, source.position, out, T, n_segments, segment,
         BLOCK_D=spec.block_d, UNROLL=WALK_STEPS, EVEN=T % WALK_STEPS == 0, STAGES=3, num_warps=1,
         OUT_DTYPE=TRITON_DTYPES[base.dtype], **source.constants(spec, source.compute, None if fit is None else 16),
     )  # fmt: skip

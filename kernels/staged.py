@@ -23,12 +23,6 @@ def log2(n):
 
 
 @triton.constexpr_function
-def power_up_to(n):
-    """The smallest power of two not below n."""
-    return 1 << (int(n) - 1).bit_length()
-
-
-@triton.constexpr_function
 def in_words(dtype, count, even):
     """Whether `count` factors of this dtype come two to a word; else their first need not be at a whole word."""
     return dtype == tl.float16 and bool(even) and int(count) % 2 == 0 and bool(PAIRED)
@@ -43,20 +37,16 @@ def in_pairs(dtype, block_d):
 @triton.jit
 def load_tile(p_first, o_d, first, end, D: tl.constexpr, BLOCK_D: tl.constexpr, COUNT: tl.constexpr, ALL: tl.constexpr):
     """COUNT consecutive rows from p_first on, for `rows_of`; zeros out of [first, end), unless ALL are inside."""
-    ROWS: tl.constexpr = power_up_to(COUNT)
+    ROWS: tl.constexpr = triton.next_power_of_2(COUNT)
     i = tl.arange(0, ROWS)[:, None]
     p_rows = p_first + i * D + o_d[None, :]
-    if D % BLOCK_D == 0:
-        if ALL and ROWS == COUNT:
-            b_tile = tl.load(p_rows)
-        else:
-            b_tile = tl.load(p_rows, mask=(i >= first) & (i < tl.minimum(end, COUNT)), other=0.0)
+    if ALL and ROWS == COUNT and D % BLOCK_D == 0:
+        b_tile = tl.load(p_rows)
     else:
-        if ALL and ROWS == COUNT:
-            b_tile = tl.load(p_rows, mask=(o_d < D)[None, :] & (i >= 0), other=0.0)
-        else:
-            inside = (i >= first) & (i < tl.minimum(end, COUNT)) & (o_d < D)[None, :]
-            b_tile = tl.load(p_rows, mask=inside, other=0.0)
+        inside = (i < COUNT) & (o_d < D)[None, :]
+        if not ALL:
+            inside = inside & (i >= first) & (i < end)
+        b_tile = tl.load(p_rows, mask=inside, other=0.0)
     return b_tile
 
 
@@ -96,7 +86,7 @@ def load_taps(p_first, o_d, D: tl.constexpr, BLOCK_D: tl.constexpr, COUNT: tl.co
 def store_rows(p_first, rows, o_d, D: tl.constexpr, BLOCK_D: tl.constexpr, COUNT: tl.constexpr):
     """Writes COUNT consecutive rows, in one store likewise."""
     if COUNT > 0:
-        SIZE: tl.constexpr = power_up_to(COUNT)
+        SIZE: tl.constexpr = triton.next_power_of_2(COUNT)
         tiles = ()
         for i in tl.static_range(SIZE):
             tiles = tiles + (tl.reshape(rows[min(i, COUNT - 1)], (1, BLOCK_D)),)
@@ -124,7 +114,7 @@ def load_factors(p_first, end, COUNT: tl.constexpr, DTYPE: tl.constexpr, EVEN: t
     """
     WORDS: tl.constexpr = in_words(DTYPE, COUNT, EVEN)
     N_VALUES: tl.constexpr = COUNT // 2 if WORDS else COUNT
-    SIZE: tl.constexpr = max(power_up_to(N_VALUES), 32)  # one for each lane, or one lane would fetch several
+    SIZE: tl.constexpr = max(triton.next_power_of_2(N_VALUES), 32)  # one for each lane, or one lane would fetch several
     i = tl.arange(0, SIZE)
     if WORDS:
         p_words = p_first.to(tl.pointer_type(tl.int32))

@@ -183,7 +183,7 @@ def retrieve_kernel(
 
 @triton.jit(do_not_specialize=["n_segments"])
 def add_source_kernel(
-    p_table, p_weights, p_fit, p_base, p_base_weight, p_position, p_out, T, P, n_segments, SEGMENT,
+    p_table, p_weights, p_fit, p_base, p_base_weight, p_position, p_out, T, n_segments, SEGMENT,
     SIZES: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr, PACKED: tl.constexpr,
     EVEN: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr, OUT_DTYPE: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip

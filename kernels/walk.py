@@ -80,7 +80,7 @@ def gradient_kernel(
         p_sums: [N, B n_segments, K (+ m with QUERY), D], one partial row set per program: of the taps, of the query.
     """
     n = tl.program_id(0) % N
-    ROWS: tl.constexpr = n_rows(SIZES, QUERY)
+    ROWS: tl.constexpr = first_tap(SIZES, n_streams(SIZES)) + (n_streams(SIZES) if QUERY else 0)
     if MIXED:
         if n < n_plain:
             walk(
@@ -100,13 +100,6 @@ def gradient_kernel(
             p_position, p_sums, T, N, n_plain, n_table, P, n_segments, SEGMENT, SIZES, READS, SHARED, BEND, QUERY,
             MORE, ROWS, D, BLOCK_D, UNROLL, ADD, PACKED, EVEN, STAGES, DTYPE, DR_DTYPE, COMPUTE,
         )  # fmt: skip
-
-
-@triton.constexpr_function
-def n_rows(kernel_sizes, query):
-    """Partial rows that a program leaves: of the taps and of the query."""
-    learned_taps = sum(int(size) for size in kernel_sizes if int(size) > 1)
-    return learned_taps + (len(kernel_sizes) if query else 0)
 
 
 @triton.jit
