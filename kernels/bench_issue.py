@@ -35,13 +35,12 @@ MIX = {"M": 4, "D": D}
 MIX_ROWS = {"TOKENS": msar_mix.MIX_TOKENS, "SOFTMAX": False, "MEAN": False}
 MIX_ROWS |= msar_mix.row_tiles(4, D, msar_mix.MIX_TOKENS)
 NARROW_MIX = {name: x for name, x in MIX_ROWS.items() if name not in ("TOKENS", "MEAN", "num_warps")}
-MIX_FACTORS = {"SOFTMAX": False} | msar_mix.factors_tile(4).options()
+MIX_FACTORS = {"SOFTMAX": False, "MEANS": True} | msar_mix.factors_tile(4).options()
 MIX_GRADIENT = {"WIDTH": msar_mix.product_width(4, 2), "PARTS": 2, "DOT": "half"}
 MIX_GRADIENT |= msar_mix.gradient_tile(4, torch.float16).options() | {"EVEN": True}
 MIX_GRADIENT_REGISTERS = MIX_GRADIENT.pop("maxnreg")
 MIX_WARPS = [tile.pop("num_warps") for tile in (MIX_ROWS, MIX_FACTORS, MIX_GRADIENT)]
 NO_QUERY = {"QUERY": False, "p_slope": None, "p_query": None}
-NO_MEANS = {"MEANS": False, "p_r": None, "p_means": None}
 TYPES = {
     "p_out": "*fp16",
     "p_dh": "*bf16",
@@ -130,7 +129,7 @@ CASES = (
     Case(
         "weights' gradient",
         streams_backward.dweights_kernel,
-        TILE | NARROW | NO_MEANS | {"STEPS": 8, "SHARED": False, "READS": 1, "DR_DTYPE": tl.float16},
+        TILE | NARROW | {"STEPS": 8, "SHARED": False, "READS": 1, "DR_DTYPE": tl.float16},
         4,
         16,
         SOURCES + 1,
@@ -139,7 +138,7 @@ CASES = (
     Case(
         "weights' gradient, 4 reads",
         streams_backward.dweights_kernel,
-        TILE | NARROW | NO_MEANS | {"STEPS": 8, "SHARED": False, "READS": 4, "DR_DTYPE": tl.float16},
+        TILE | NARROW | {"STEPS": 8, "SHARED": False, "READS": 4, "DR_DTYPE": tl.float16},
         4,
         16,
         SOURCES,

@@ -55,17 +55,14 @@ def merge_kernel(p_logit, p_rstd, p_lse, p_scale, p_weight, p_base_weight, p_mer
 
 
 @triton.jit
-def handed_kernel(p_products, p_unit, p_scale, p_weight, p_mean, p_handed, count, BLOCK: tl.constexpr):
-    """What a read makes of dr . r, which count `p_unit / p_scale`: the mean of its weights' gradient [count], and for
-    phase 1, whose sources have 1 - weight of the read, that mean and the unit of dr times as much [2, count]."""
+def handed_kernel(p_mean, p_unit, p_weight, p_handed, count, BLOCK: tl.constexpr):
+    """What phase 1, whose sources have 1 - weight of a read, gets of it [2, count]: that much of the mean of the
+    gradients of the read's weights, and of the unit of dr."""
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = o < count
-    b_unit = tl.load(p_unit + o, mask=inside, other=0.0)
-    b_mean = tl.load(p_products + o, mask=inside, other=0.0) * b_unit / tl.load(p_scale + o, mask=inside, other=1.0)
     b_kept = 1.0 - tl.load(p_weight + o, mask=inside, other=0.0)
-    tl.store(p_mean + o, b_mean, mask=inside)
-    tl.store(p_handed + o, b_mean * b_kept, mask=inside)
-    tl.store(p_handed + count + o, b_unit * b_kept, mask=inside)
+    tl.store(p_handed + o, tl.load(p_mean + o, mask=inside, other=0.0) * b_kept, mask=inside)
+    tl.store(p_handed + count + o, tl.load(p_unit + o, mask=inside, other=0.0) * b_kept, mask=inside)
 
 
 @triton.jit(do_not_specialize=["N"])

@@ -14,7 +14,7 @@ import triton.language as tl
 from kernels.narrow import power_of_two
 from kernels.tiles import multiply, multiply_add
 
-HEADROOM = tl.constexpr(0.25)  # of stored streams, so that the squares of four values of a token stay in range of fp16
+HEADROOM = tl.constexpr(0.25)  # of stored streams, so that squares and their sums stay in range of fp16
 
 
 @triton.jit
@@ -95,7 +95,7 @@ def folded(tiles, COUNT: tl.constexpr, BLOCK_D: tl.constexpr, LANES: tl.constexp
     """COUNT row tiles summed over runs of neighbouring channels, which one thread holds anyway: vectors [LANES]."""
     out = ()
     for i in tl.static_range(COUNT):
-        out = out + (tl.sum(tl.reshape(tiles[i], [LANES, BLOCK_D // LANES]), 1),)
+        out = out + (tl.sum(tl.reshape(tiles[i].to(tl.float32), [LANES, BLOCK_D // LANES]), 1),)
     return out
 
 
@@ -217,26 +217,29 @@ def narrow_streams(p_token, ratios, o_d, M: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def added_narrow_sums(parts, rows, p_weight, o_d, M: tl.constexpr, D: tl.constexpr):
-    """`parts` plus what the channels o_d add to the squares and the M sums S_k.
+    """`parts` plus the squares of M row tiles and their products with W: M (1 + M) row tiles of fp16.
 
-    Products of up to four streams are added in fp16, two channels an instruction, before fp32 takes over.
+    A thread adds a few of its channels to each, none of which can leave the range: all squares of a token together are
+    at most D HEADROOM^2.
     """
     out = ()
-    for k in tl.static_range(M + 1):
-        b_total = parts[k]
-        for first in tl.static_range(0, M, 4):
-            for j in tl.static_range(first, min(first + 4, M)):
-                b_other = rows[j]
-                if k > 0:
-                    p_row = p_weight + ((k - 1) * M + j) * D
-                    b_other = tl.load(p_row + o_d, mask=o_d < D, other=0.0, eviction_policy="evict_last")
-                if j == first:
-                    b_sum = multiply(b_other, rows[j])
-                else:
-                    b_sum = multiply_add(b_other, rows[j], b_sum)
-            b_total += b_sum.to(tl.float32)
-        out = out + (b_total,)
+    for j in tl.static_range(M):
+        out = out + (multiply_add(rows[j], rows[j], parts[j]),)
+    for k in tl.static_range(M):
+        for j in tl.static_range(M):
+            p_row = p_weight + (k * M + j) * D
+            b_w = tl.load(p_row + o_d, mask=o_d < D, other=0.0, eviction_policy="evict_last")
+            out = out + (multiply_add(b_w, rows[j], parts[M + k * M + j]),)
     return out
+
+
+@triton.jit
+def narrow_zeros(COUNT: tl.constexpr, BLOCK_D: tl.constexpr):
+    """COUNT row tiles of fp16 zeros."""
+    rows = ()
+    for _ in tl.static_range(COUNT):
+        rows = rows + (tl.zeros([BLOCK_D], tl.float16),)
+    return rows
 
 
 @triton.jit
@@ -258,6 +261,10 @@ def narrow_mix_kernel(
 
     The streams are brought to one unit, which leaves each its 11 bits unless it is 2^-14 of the largest; S_k is good
     to 4e-4, as r is.
+
+    Args:
+        p_statistics: [P, (1 + m)^2], written: rstd, the m sums S_k, and what the mean of a read's weights' gradients
+            takes: |r_j|^2 of the streams, and the products W_kj . r_j, k by k.
     """
     N_TILES: tl.constexpr = D // TILE
     token = tl.program_id(0).to(tl.int64)
@@ -276,26 +283,36 @@ def narrow_mix_kernel(
     if TAIL > 0:
         o_tail = N_TILES * TILE + tl.arange(0, TAIL)
         tail = narrow_streams(p_r + token * M * D, ratios, o_tail, M, D)
-    parts = no_sums(M + 1, TILE)
+    COUNT: tl.constexpr = M + M * M
+    parts = narrow_zeros(COUNT, TILE)
     for c in tl.static_range(N_TILES):
         parts = added_narrow_sums(parts, tiles[c], p_weight, c * TILE + tl.arange(0, TILE), M, D)
-    parts = folded(parts, M + 1, TILE, LANES)
+    parts = folded(parts, COUNT, TILE, LANES)
     if TAIL > 0:
-        of_tail = added_narrow_sums(no_sums(M + 1, TAIL), tail, p_weight, o_tail, M, D)
-        of_tail = folded(of_tail, M + 1, TAIL, LANES)
+        of_tail = added_narrow_sums(narrow_zeros(COUNT, TAIL), tail, p_weight, o_tail, M, D)
+        of_tail = folded(of_tail, COUNT, TAIL, LANES)
         together = ()
-        for i in tl.static_range(M + 1):
+        for i in tl.static_range(COUNT):
             together = together + (parts[i] + of_tail[i],)
         parts = together
-    sums = totals(parts, M + 1)
-    rstd = tl.rsqrt(sums[0] * unit * unit / (M * D) + eps)
-    p_token = p_statistics + token * (M + 1)
+    sums = totals(parts, COUNT)
+    p_token = p_statistics + token * ((1 + M) * (1 + M))
+    square = 0.0
+    for j in tl.static_range(M):
+        b_square = sums[j] * (unit * unit)
+        square += b_square
+        tl.store(p_token + 1 + M + j, b_square)
+    rstd = tl.rsqrt(square / (M * D) + eps)
     tl.store(p_token, rstd)
     scale = tl.load(p_scale)
     sum_unit = unit * tl.load(p_weight_unit)
     z = ()
     for k in tl.static_range(M):
-        b_sum = sums[k + 1] * sum_unit
+        b_sum = 0.0
+        for j in tl.static_range(M):
+            b_product = sums[M + k * M + j] * sum_unit
+            b_sum += b_product
+            tl.store(p_token + 1 + 2 * M + k * M + j, b_product)
         tl.store(p_token + k + 1, b_sum)
         z = z + (scale * rstd * b_sum + tl.load(p_bias + k),)
     gates = gates_of(z, M, SOFTMAX)

@@ -49,12 +49,15 @@ def weight_kernel(p_weight, p_parts, p_peak, D: tl.constexpr, BLOCK: tl.constexp
 
 @triton.jit
 def factors_kernel(
-    p_r, p_r_scale, p_dh, p_statistics, p_weight_peak, p_scale, p_bias, p_factors, p_unit, p_partial, P,
+    p_r, p_r_scale, p_dh, p_statistics, p_weight_peak, p_scale, p_bias, p_factors, p_unit, p_mean, p_partial, P,
     M: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
-    SOFTMAX: tl.constexpr,
+    SOFTMAX: tl.constexpr, MEANS: tl.constexpr,
 ):  # fmt: skip
     """Per token the factors of `gradient_kernel` [P, 5 m] and the units of dr [P, m]; per program [2 + m, programs] the
     largest |c_k| times a stream's unit, and sums for scale and bias.
+
+    With MEANS also dr_j . r_j [P, m], which is gate_j dh . r_j + sum_k c_k W_kj . r_j - f |r_j|^2: the mean of the
+    gradients of a read's weights over its sources.
 
     dr_j is at most gate_j max|dh| + sum_k |c_k| max|W_kj| + |f| sqrt(D) rms_j, which is GRADIENT_PEAK units: what is
     multiplied with it in fp16 stays in range too (`narrow`), and it keeps full precision down to 2^-17 of the bound.
@@ -80,12 +83,13 @@ def factors_kernel(
         dots = updated
     r_units = inverse_scales(p_r_scale + first * M, o_t, m_t, M)
     scale = tl.load(p_scale)
-    p_statistics += first * (M + 1)
-    rstd = tl.load(p_statistics + o_t * (M + 1), mask=m_t, other=0.0)
+    N_STATISTICS: tl.constexpr = (1 + M) * (1 + M) if MEANS else 1 + M
+    p_token = p_statistics + (first + o_t) * N_STATISTICS
+    rstd = tl.load(p_token, mask=m_t, other=0.0)
     sums = ()
     z = ()
     for k in tl.static_range(M):
-        sums = sums + (tl.load(p_statistics + o_t * (M + 1) + k + 1, mask=m_t, other=0.0),)
+        sums = sums + (tl.load(p_token + k + 1, mask=m_t, other=0.0),)
         z = z + (scale * rstd * sums[k] + tl.load(p_bias + k),)
     gates = gates_of(z, M, SOFTMAX)
     dgates = ()
@@ -112,6 +116,11 @@ def factors_kernel(
     tl.store(p_program, tl.max(largest * largest_unit, 0))
     tl.store(p_program + n_programs, tl.sum(dscale))
     f = f * rstd * rstd * rstd / (M * D)
+    for j in tl.static_range(M if MEANS else 0):
+        b_mean = gates[j] * dgates[j] - f * tl.load(p_token + 1 + M + j, mask=m_t, other=0.0)
+        for k in tl.static_range(M):
+            b_mean += slopes[k] * tl.load(p_token + 1 + 2 * M + k * M + j, mask=m_t, other=0.0)
+        tl.store(p_mean + (first + o_t) * M + j, b_mean, mask=m_t)
     peak = tl.max(peaks, 1)
     p_factor = p_factors + (first + o_t) * (5 * M)
     for j in tl.static_range(M):

@@ -124,7 +124,7 @@ def block_backward(
     """
     R, N = weights.shape[:2]
     dr_table = table(drs)
-    dweights, _ = weights_gradient(spec, sources, rstd, drs, dr_table)
+    dweights = weights_gradient(spec, sources, rstd, drs, dr_table)
     scaled, slope, _ = softmax_backward(weights, rstd, None, dweights, units, means, sources.shape[2])
     dlogits = slope / rstd
     of_dots = ahead.backward(spec, sources.tensors[-1], sources.position, torch.cat((dlogits[:, -1], of_later)))
@@ -188,14 +188,13 @@ class _ReadBlock(torch.autograd.Function):
             given = () if taps is None else (taps,)
             sources = Sources([held], given, position, Buffers([held], [later]), prepared)
             dr_table = table([dr])
-            # the mean over all sources, most of which are phase 1's: sum_n a_nj dr_j . u_nj = dr_j . r_j
-            dweights, products = weights_gradient(spec, sources, rstd, [dr], dr_table, r)
-            mean, dstatistics = torch.empty_like(unit), unit.new_empty(2, P, m)
+            dweights = weights_gradient(spec, sources, rstd, [dr], dr_table)
+            dstatistics = unit.new_empty(2, P, m)
             depth_softmax.handed_kernel[(cdiv(P * m, depth_softmax.BLOCK),)](
-                products, unit, scale_of_r, a, mean, dstatistics, P * m, BLOCK=depth_softmax.BLOCK
+                of_mix.means, unit, a, dstatistics, P * m, BLOCK=depth_softmax.BLOCK
             )
             scores = Scores(a[None], rstd, 0, query, logits[None])
-            units, means = unit[None], mean[None]
+            units, means = unit[None], of_mix.means[None]
             _, dtaps, dquery = sources_backward(spec, sources, scores, dr, dr_table, dweights, units, means)
             dpartial, dtaps = sources.buffers.out[0], dtaps[0]
         dparameters = [dtaps if ctx.dtypes[0] is not None else None, dquery, *of_mix.mixer]

@@ -67,12 +67,13 @@ def row_tiles(m: int, D: int, tokens: int = 1, values: int = MIX_VALUES) -> dict
 def mix(
     spec: Spec, retrieved: Tensor, scale_of_r: Tensor, mixer: Mixer | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    """h [P, D], and of its gates rstd and sums [P, 1 + m]; without a mixer the mean of the streams."""
+    """h [P, D], and of its gates statistics for `mix_backward`; without a mixer the mean of the streams."""
     P, m, D = retrieved.shape
     out = retrieved.new_empty(P, D, dtype=dtype)
     weight, scale, bias = mixer or (scale_of_r,) * 3
-    statistics = None if mixer is None else scale_of_r.new_empty(P, m + 1)
-    if retrieved.dtype == torch.float16 and mixer is not None:
+    with_products = gives_means(retrieved.dtype)
+    statistics = None if mixer is None else scale_of_r.new_empty(P, (1 + m) ** 2 if with_products else 1 + m)
+    if with_products and mixer is not None:
         narrow_weight, unit = weight.new_empty(m * m, D, dtype=torch.float16), weight.new_empty(1)
         mixing.narrow_weight_kernel[(m * m,)](weight, narrow_weight, unit, ROWS=m * m, D=D, BLOCK=8192, num_warps=16)
         mixing.narrow_mix_kernel[(P,)](
@@ -95,11 +96,19 @@ class MixGradients:
     Attributes:
         dr: [P, m, D] in units of `unit` [P, m].
         mixer: gradients of weight, scale and bias.
+        means: dr . r [P, m], sums over all sources of the read of weight times its gradient; None for fp32 streams that
+            dr has overwritten.
     """
 
     dr: Tensor
     unit: Tensor
     mixer: tuple[Tensor, Tensor, Tensor]
+    means: Tensor | None
+
+
+def gives_means(scratch: torch.dtype) -> bool:
+    """Whether the mix of streams of this dtype leaves what the means take: the one for fp16 has it on its way."""
+    return scratch == torch.float16
 
 
 def mix_backward(
@@ -118,10 +127,10 @@ def mix_backward(
     mixing_backward.weight_kernel[(m * m,)](weight, parts, weight_peak, D=D, BLOCK=1024, PARTS=n_parts)
 
     n_programs = cdiv(P, of_factors.tokens)
-    factors, unit, partial = empty(P, 5 * m), empty(P, m), empty(m + 2, n_programs)
+    factors, unit, means, partial = empty(P, 5 * m), empty(P, m), empty(P, m), empty(m + 2, n_programs)
     mixing_backward.factors_kernel[(n_programs,)](
-        retrieved, scale_of_r, dh, statistics, weight_peak, scale, bias, factors, unit, partial, P,
-        M=m, D=D, SOFTMAX=spec.gate == "softmax", **of_factors.options(),
+        retrieved, scale_of_r, dh, statistics, weight_peak, scale, bias, factors, unit, means, partial, P,
+        M=m, D=D, SOFTMAX=spec.gate == "softmax", MEANS=gives_means(retrieved.dtype), **of_factors.options(),
     )  # fmt: skip
 
     n_slices = cdiv(D, tile.channels)
@@ -140,8 +149,10 @@ def mix_backward(
         retrieved, dr, dh, parts, factors, peak, parts_of_c, parts_of_r, dweight, P, tokens,
         M=m, D=D, WIDTH=width, PARTS=n_parts, DOT=dot, EVEN=P % tile.tokens == 0, **tile.options(),
     )  # fmt: skip
+    if not gives_means(retrieved.dtype):
+        means = None if in_place else torch.linalg.vecdot(dr, retrieved) * unit / scale_of_r
     totals = partial[1:].sum(1)
-    return MixGradients(dr, unit, (dweight.sum(0), totals[:1], totals[1:]))
+    return MixGradients(dr, unit, (dweight.sum(0), totals[:1], totals[1:]), means)
 
 
 def precision(scratch: torch.dtype) -> tuple[int, str]:

@@ -79,7 +79,7 @@ class _Read(torch.autograd.Function):
             dr, unit, dmixer = of_mix.dr, of_mix.unit[None], of_mix.mixer
         scores = Scores(weights, rstd, len(ctx.rows), query, logits)
         dr_table = table([dr])
-        dweights, _ = weights_gradient(spec, sources, rstd, [dr], dr_table)
+        dweights = weights_gradient(spec, sources, rstd, [dr], dr_table)
         dlogits, dtaps, dquery = sources_backward(spec, sources, scores, dr, dr_table, dweights, unit)
         dscores = scores_gradient(later[n:], ctx.shapes, ctx.rows, dlogits)
         dtaps = () if ctx.n_taps == 0 else (dtaps.sum(0),) if ctx.n_taps == 1 else dtaps.unbind()

@@ -293,16 +293,10 @@ def computing_dtype(sources: Sources, dr_dtype: torch.dtype) -> torch.dtype:
     return sources.compute if dr_dtype == torch.float16 else torch.float32
 
 
-def weights_gradient(
-    spec: Spec, sources: Sources, rstd: Tensor, drs: Sequence[Tensor], dr_table: Tensor, r: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """dr_rj . u_nj [R, N, P, m] in the units of dr: R tensors [P, m, D], or one [P, D] that all streams share.
-
-    With r [P, m, D] of one read also dr_j . r_j [P, m], in the units of both.
-    """
+def weights_gradient(spec: Spec, sources: Sources, rstd: Tensor, drs: Sequence[Tensor], dr_table: Tensor) -> Tensor:
+    """dr_rj . u_nj [R, N, P, m] in the units of dr: R tensors [P, m, D], or one [P, D] that all streams share."""
     B, T, _, N = sources.shape
     out = sources.table.new_empty(len(drs), N, B * T, spec.m, dtype=torch.float32)
-    means = None if r is None else torch.empty_like(out[0, 0])
     compute = computing_dtype(sources, drs[0].dtype)
     fit, _ = sources.fits(rstd) if compute == torch.float16 else (None, None)
     fast = on_tensor_cores(TRITON_DTYPES[compute], spec.block_d)
@@ -312,12 +306,12 @@ def weights_gradient(
         steps = 8 if fast else tokens_of_a_warp(spec.m * n_reads, 32 if fit is None else 96)
         n_tiles = cdiv(T, WARPS * steps)
         streams_backward.dweights_kernel[(B * n_tiles * N,)](
-            sources.table, dr_table[0, group], r, fit, out[group], means, sources.position, T, N, B * T, n_tiles,
-            READS=n_reads, SHARED=drs[0].ndim == 2, MEANS=r is not None, BLOCK_D=spec.block_d,
+            sources.table, dr_table[0, group], fit, out[group], sources.position, T, N, B * T, n_tiles,
+            READS=n_reads, SHARED=drs[0].ndim == 2, BLOCK_D=spec.block_d,
             DR_DTYPE=TRITON_DTYPES[drs[0].dtype], **tiles(T, steps),
             **sources.constants(spec, compute, None if fit is None else 16 if n_reads <= 2 else 12),
         )  # fmt: skip
-    return out, means
+    return out
 
 
 def softmax_backward(

@@ -36,8 +36,8 @@ from kernels.tiles import (
 
 @triton.jit(do_not_specialize=["N", "n_tiles"], do_not_specialize_on_alignment=["p_dr_table"])
 def dweights_kernel(
-    p_table, p_dr_table, p_r, p_fit, p_dweights, p_means, p_position, T, N, P, n_tiles,
-    SIZES: tl.constexpr, READS: tl.constexpr, SHARED: tl.constexpr, MEANS: tl.constexpr, D: tl.constexpr,
+    p_table, p_dr_table, p_fit, p_dweights, p_position, T, N, P, n_tiles,
+    SIZES: tl.constexpr, READS: tl.constexpr, SHARED: tl.constexpr, D: tl.constexpr,
     STEPS: tl.constexpr, WARPS: tl.constexpr, BLOCK_D: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
     DTYPE: tl.constexpr, DR_DTYPE: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
@@ -66,7 +66,6 @@ def dweights_kernel(
         gradients = gradients + (tensor_at(p_dr_table, r, DR_DTYPE) + (first if SHARED else first * M) * D,)
     selected = selections(BLOCK_D, FAST)
     dots = no_sums(M, COUNT, WARPS, BLOCK_D, FAST)
-    means = no_sums(M if MEANS else 0, STEPS, WARPS, BLOCK_D, FAST)
     for d in range(0, D, BLOCK_D):
         o_d = d + tl.arange(0, BLOCK_D)[None, :]
         raw = raw_rows(p_source, t_oldest, o_d, T, D, WINDOW - 1, STEPS, EVEN)
@@ -74,7 +73,6 @@ def dweights_kernel(
         for j in tl.static_range(M):
             b_taps = load_rows(p_taps + first_tap(SIZES, j) * D, o_d, D, learned(SIZES, j))
             products = ()
-            of_r = ()
             for s in tl.static_range(STEPS):
                 window = seen_at(rows, p_position, first + s, t_first + s < T, s, WINDOW, PACKED)
                 b_u = convolved(b_taps, window, 0, width(SIZES, j))
@@ -83,21 +81,13 @@ def dweights_kernel(
                     p_row = gradients[r] + (s if SHARED else s * M + j) * D
                     b_dr = tl.load(p_row + o_d, mask=mask, other=0.0).to(COMPUTE)
                     products = products + (multiply(b_u, b_dr),)
-                if MEANS:
-                    b_r = tl.load(p_r + (first * M + s * M + j) * D + o_d, mask=mask, other=0.0).to(COMPUTE)
-                    of_r = of_r + (multiply(b_r, b_dr),)
             dots = with_products(dots, products, selected, j, M, COUNT, FAST)
-            if MEANS:
-                means = with_products(means, of_r, selected, j, M, STEPS, FAST)
     if FAST:
         for i in tl.static_range(tile_count(M, COUNT, FAST)):
             j, at = numbers(i, COUNT)
             s, r = at // READS, at % READS
             row = tl.cast(r * N + n, tl.int64) * P + first + s
             tl.store(p_dweights + row * M + j, totals(dots[i]) / fit, mask=(j < M) & (t_first + s < T))
-        for i in tl.static_range(tile_count(M if MEANS else 0, STEPS, FAST)):
-            j, s = numbers(i, STEPS)
-            tl.store(p_means + (first + s) * M + j, totals(means[i]), mask=(j < M) & (t_first + s < T))
     else:
         for s in tl.static_range(STEPS):
             inside = t_warp + s < T
@@ -106,5 +96,3 @@ def dweights_kernel(
                 for r in tl.static_range(READS):
                     total = tl.sum(dots[(j * STEPS + s) * READS + r], 1) / fit
                     tl.store(p_dweights + tl.cast(r * N + n, tl.int64) * P * M + row, total, mask=inside)
-                if MEANS:
-                    tl.store(p_means + row, tl.sum(means[j * STEPS + s], 1), mask=inside)

@@ -39,7 +39,7 @@ WEIGHTS_ONLY = {"BEND": False, "QUERY": False, "MORE": False}
 NORM_ONLY = {"READS": 0, "BEND": True, "QUERY": False, "MORE": True}
 RETRIEVED = SOURCES | TILE | {"READS": 1, "SCALED": True, "OUT_DTYPE": tl.float16}
 ADDED = SOURCES | {"BLOCK_D": 64, "UNROLL": 2, "EVEN": False, "STAGES": 3, "OUT_DTYPE": tl.float16}
-DWEIGHTS = SOURCES | TILE | {"READS": 1, "SHARED": False, "MEANS": False, "DR_DTYPE": tl.float16}
+DWEIGHTS = SOURCES | TILE | {"READS": 1, "SHARED": False, "DR_DTYPE": tl.float16}
 ONE_CHANNEL = {"BLOCK_D": 32}  # per lane
 TWO_PARTS = {"SIZES": SIZES, "PARTS": 2, "BLOCK": 64}
 NARROW = {"COMPUTE": tl.float16}
@@ -78,7 +78,6 @@ KERNELS = [
     (narrow.narrow_gradients_kernel, {"READS": 2, "BEND": True, "QUERY": True, "BLOCK": 128}, 4),
     (streams_backward.dweights_kernel, DWEIGHTS | NARROW, 4),
     (streams_backward.dweights_kernel, DWEIGHTS | NARROW | ONE_CHANNEL, 4),
-    (streams_backward.dweights_kernel, DWEIGHTS | NARROW | {"MEANS": True}, 4),
     (streams_backward.dweights_kernel, DWEIGHTS | NARROW | {"READS": 3}, 4),
     (streams_backward.dweights_kernel, DWEIGHTS | WIDE | {"SHARED": True}, 4),
     (walk.gradient_kernel, SOURCES | WALK | NARROW | WHOLE, 1),
@@ -95,7 +94,11 @@ KERNELS = [
     (mixing.narrow_weight_kernel, {"ROWS": 4, "D": D, "BLOCK": 64}, 4),
     (mixing.narrow_mix_kernel, MIX | {"TILE": 64, "TAIL": 64, "LANES": 64, "SOFTMAX": False}, 2),
     (mixing_backward.weight_kernel, {"D": D, "BLOCK": 64, "PARTS": 2}, 4),
-    (mixing_backward.factors_kernel, MIX | {"BLOCK_T": 1, "BLOCK_D": 64, "STAGES": 3, "SOFTMAX": True}, 1),
+    (
+        mixing_backward.factors_kernel,
+        MIX | {"BLOCK_T": 1, "BLOCK_D": 64, "STAGES": 3, "SOFTMAX": True, "MEANS": True},
+        1,
+    ),
     (mixing_backward.parts_kernel, {"M": 2, "WIDTH": 4, "PARTS": 2, "BLOCK_T": 32}, 4),
     (mixing_backward.gradient_kernel, MIX | MIX_GRADIENT | {"WIDTH": 4, "PARTS": 2, "DOT": "half"}, 4),
     (mixing_backward.gradient_kernel, MIX | MIX_GRADIENT | {"WIDTH": 16, "PARTS": 1, "DOT": "tf32x3"}, 4),
