@@ -36,7 +36,7 @@ set_up() {
     local extras=$1 base stamp wanted
     if [[ $use_venv == 0 ]]; then
         python=python
-        "$python" -c "import lightning, jsonargparse, sentencepiece, zstandard${extras:+, pytest, hypothesis}" ||
+        "$python" -c "import lightning, jsonargparse, sentencepiece, zstandard${extras:+, pytest, xdist, hypothesis}" ||
             fail "the active environment lacks a requirement: $python -m pip install -e '.$extras'"
         return
     fi
@@ -85,7 +85,10 @@ smoke() {
 
 run_tests() {
     set_up "[dev]"
-    run "$python" -m pytest "$@"
+    # a process per core, each of one thread; a file's tests share a process and what its fixtures have prepared
+    local workers
+    workers=$("$python" -c 'import os; print(min(4, len(os.sched_getaffinity(0))))')
+    OMP_NUM_THREADS=1 run "$python" -m pytest --numprocesses "$workers" --dist loadfile "$@"
 }
 
 command=${1:-}
