@@ -34,12 +34,14 @@ ADDED = SHAPE | NARROW | {"UNROLL": 4, "EVEN": True, "STAGES": 3, "OUT_DTYPE": t
 MIX = {"M": 4, "D": D}
 MIX_ROWS = {"TOKENS": msar_mix.MIX_TOKENS, "SOFTMAX": False, "MEAN": False}
 MIX_ROWS |= msar_mix.row_tiles(4, D, msar_mix.MIX_TOKENS)
-NARROW_MIX = {name: x for name, x in MIX_ROWS.items() if name not in ("TOKENS", "MEAN", "num_warps")}
+NARROW_MIX = {"SOFTMAX": False} | msar_mix.row_tiles(4, D, values=msar_mix.NARROW_MIX_VALUES)
 MIX_FACTORS = {"SOFTMAX": False, "MEANS": True} | msar_mix.factors_tile(4).options()
 MIX_GRADIENT = {"WIDTH": msar_mix.product_width(4, 2), "PARTS": 2, "DOT": "half"}
 MIX_GRADIENT |= msar_mix.gradient_tile(4, torch.float16).options() | {"EVEN": True}
 MIX_GRADIENT_REGISTERS = MIX_GRADIENT.pop("maxnreg")
-MIX_WARPS = [tile.pop("num_warps") for tile in (MIX_ROWS, MIX_FACTORS, MIX_GRADIENT)]
+MIX_WARPS, NARROW_MIX_WARPS, FACTORS_WARPS, GRADIENT_WARPS = (
+    tile.pop("num_warps") for tile in (MIX_ROWS, NARROW_MIX, MIX_FACTORS, MIX_GRADIENT)
+)
 NO_QUERY = {"QUERY": False, "p_slope": None, "p_query": None}
 TYPES = {
     "p_out": "*fp16",
@@ -114,14 +116,14 @@ CASES = (
         SOURCES,
         128,
     ),
-    Case("mix", mixing.mix_kernel, MIX | MIX_ROWS, MIX_WARPS[0], 8.25, 1),
-    Case("mix in fp16", mixing.narrow_mix_kernel, MIX | NARROW_MIX, MIX_WARPS[0], 8.25, 1),
-    Case("mix backward, factors", mixing_backward.factors_kernel, MIX | MIX_FACTORS, MIX_WARPS[1], 8, 1),
+    Case("mix", mixing.mix_kernel, MIX | MIX_ROWS, MIX_WARPS, D / 32 / MIX_WARPS, 1),
+    Case("mix in fp16", mixing.narrow_mix_kernel, MIX | NARROW_MIX, NARROW_MIX_WARPS, D / 32 / NARROW_MIX_WARPS, 1),
+    Case("mix backward, factors", mixing_backward.factors_kernel, MIX | MIX_FACTORS, FACTORS_WARPS, 8, 1),
     Case(
         "mix backward, gradients",
         mixing_backward.gradient_kernel,
         MIX | MIX_GRADIENT,
-        MIX_WARPS[2],
+        GRADIENT_WARPS,
         16,
         1,
         MIX_GRADIENT_REGISTERS,
@@ -138,9 +140,9 @@ CASES = (
     Case(
         "weights' gradient, 4 reads",
         streams_backward.dweights_kernel,
-        TILE | NARROW | {"STEPS": 8, "SHARED": False, "READS": 4, "DR_DTYPE": tl.float16},
+        TILE | NARROW | {"STEPS": 4, "SHARED": False, "READS": 4, "DR_DTYPE": tl.float16},
         4,
-        16,
+        8,
         SOURCES,
         168,
     ),

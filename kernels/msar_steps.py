@@ -302,8 +302,8 @@ def weights_gradient(spec: Spec, sources: Sources, rstd: Tensor, drs: Sequence[T
     fast = on_tensor_cores(TRITON_DTYPES[compute], spec.block_d)
     for group in reads_at_once(len(drs)):
         n_reads = group.stop - group.start
-        # the fewer sums a token has, the more tokens share the rows before them
-        steps = 8 if fast else tokens_of_a_warp(spec.m * n_reads, 32 if fit is None else 96)
+        # the fewer sums a token has, the more tokens share the rows before them; eight of four reads spill
+        steps = (4 if n_reads == 4 else 8) if fast else tokens_of_a_warp(spec.m * n_reads, 32 if fit is None else 96)
         n_tiles = cdiv(T, WARPS * steps)
         streams_backward.dweights_kernel[(B * n_tiles * N,)](
             sources.table, dr_table[0, group], fit, out[group], sources.position, T, N, B * T, n_tiles,

@@ -8,7 +8,7 @@ from torch import Tensor
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF_FACTOR = {torch.float16: 1.5, torch.bfloat16: 1.5}
 FP32_BOUND = 1e-5
-DRAWS = 16 if DEVICE == "cuda" else 2  # of a case of several reads in bf16, see `check_together`; few interpreted
+DRAWS = 16 if DEVICE == "cuda" else 2  # of a case in bf16, see `check_together`; few interpreted
 # gradients of fp32 parameters: the kernels keep the retrieved streams in fp16 between two launches
 HALF_PARAMETER_BOUND = 2e-3
 
