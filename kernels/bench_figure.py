@@ -6,37 +6,43 @@ from pathlib import Path
 
 PANEL_W, PANEL_H, MARGIN = 300, 220, 50
 COLORS = ("#1b6ca8", "#d1495b", "#66a182", "#8d6a9f")
-LABEL = 12
+LEGEND = 70  # of the width of one of its entries
 TICKS = (1, 2, 4, 8, 16, 32, 64)
 
 
 def write_figure(rows: list[dict], path: Path) -> None:
-    """One panel per operation and pass at the longest sequence: ratio (log axis) over N, a line per width."""
+    """One panel per operation and pass at the longest sequence: ratio (log axis) over N, a line per width.
+
+    An operation measured at one N alone has no line and no panel.
+    """
     rows = [row for row in rows if row["implementation"] == "triton" and row["ratio"]]
     if not rows:
         return
     tokens = max(int(row["tokens"]) for row in rows)
     rows = [row for row in rows if int(row["tokens"]) == tokens]
-    ops = list(dict.fromkeys(row["op"] for row in rows))
+    counts = {op: {row["n"] for row in rows if row["op"] == op} for op in dict.fromkeys(row["op"] for row in rows)}
+    ops = [op for op, of_op in counts.items() if len(of_op) > 1]
+    colors = dict(zip(sorted({int(row["d_model"]) for row in rows if row["op"] in ops}), COLORS, strict=False))
     passes = ("forward", "forward_backward")
     width, height = len(ops) * (PANEL_W + MARGIN) + MARGIN, len(passes) * (PANEL_H + MARGIN) + MARGIN
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
         f'font-size="11"><rect width="{width}" height="{height}" fill="white"/>'
     ]
+    for place, (d_model, color) in enumerate(colors.items()):
+        parts.append(f'<text x="{MARGIN + place * LEGEND}" y="18" fill="{color}" font-weight="bold">D={d_model}</text>')
     for column, op in enumerate(ops):
         for line, which in enumerate(passes):
             x, y = MARGIN + column * (PANEL_W + MARGIN), MARGIN + line * (PANEL_H + MARGIN)
             chosen = [row for row in rows if row["op"] == op and row["pass"] == which]
             title = f"{op}, {which.replace('_', ' and ')}: time over byte floor"
-            parts.append(panel(chosen, x, y, title))
+            parts.append(panel(chosen, colors, x, y, title))
     path.write_text("\n".join([*parts, "</svg>"]) + "\n")
 
 
-def panel(rows: list[dict], x: float, y: float, title: str) -> str:
-    """Axes and lines of one panel whose upper left corner is (x, y)."""
+def panel(rows: list[dict], colors: dict[int, str], x: float, y: float, title: str) -> str:
+    """Axes and lines of one panel whose upper left corner is (x, y); colors by width."""
     counts = sorted({int(row["n"]) for row in rows})
-    widths = sorted({int(row["d_model"]) for row in rows})
     top = next((tick for tick in TICKS if tick >= max(float(row["ratio"]) for row in rows)), TICKS[-1]) if rows else 2
 
     def at_x(n: int) -> float:
@@ -59,14 +65,9 @@ def panel(rows: list[dict], x: float, y: float, title: str) -> str:
         )
     for n in counts:
         parts.append(f'<text x="{at_x(n):.1f}" y="{y + PANEL_H + 14}" text-anchor="middle">N={n}</text>')
-    ends = []
-    for color, width in zip(COLORS, widths, strict=False):
+    for width, color in colors.items():
         line = sorted((int(row["n"]), float(row["ratio"])) for row in rows if int(row["d_model"]) == width)
         points = " ".join(f"{at_x(n):.1f},{at_y(ratio):.1f}" for n, ratio in line)
         parts.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="2"/>')
-        ends.append((at_y(line[-1][1]) + 4, at_x(line[-1][0]), color, width))
-    lowest = 0.0
-    for level, right, color, width in sorted(ends):  # labels below one another where lines end together
-        lowest = max(level, lowest + LABEL)
-        parts.append(f'<text x="{right + 4:.1f}" y="{lowest:.1f}" fill="{color}">D={width}</text>')
+        parts += [f'<circle cx="{at_x(n):.1f}" cy="{at_y(ratio):.1f}" r="3" fill="{color}"/>' for n, ratio in line]
     return "\n".join(parts)

@@ -39,6 +39,7 @@ def test_figure_has_a_panel_per_operation_and_pass_and_a_line_per_width(tmp_path
         for which in ("forward", "forward_backward")
     ]
     others = [row(implementation="eager", ratio=500.0), row(n=57, ratio="") | {"note": "failed: out of memory"}]
+    others.append(row("depth_msar", 8, ratio=7.0))  # one point is no line
     write_figure([*rows, *others], tmp_path / "bench.svg")
     root = ET.parse(tmp_path / "bench.svg").getroot()
     assert len(root.findall("{*}polyline")) == 2 * 2 * 2
