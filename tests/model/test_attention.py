@@ -95,7 +95,11 @@ def one_by_one(q, k, v, ends_q, ends_k, max_q, max_k, *, is_causal=False, window
     )
 
 
-@pytest.mark.parametrize("options", [{"is_causal"}, {"window_size"}, {"window_size", "enable_gqa"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"is_causal"}, {"window_size"}, {"window_size", "enable_gqa"}],
+    ids=lambda names: "-".join(sorted(names)),
+)
 def test_documents_by_boundaries_equal_a_dense_mask(monkeypatch, options):
     monkeypatch.setattr(backends, "varlen_attn", one_by_one)
     monkeypatch.setattr(backends, "_VARLEN_OPTIONS", options)
