@@ -13,15 +13,15 @@ TICKS = (1, 2, 4, 8, 16, 32, 64)
 def write_figure(rows: list[dict], path: Path) -> None:
     """One panel per operation and pass at the longest sequence: ratio (log axis) over N, a line per width.
 
-    An operation measured at one N alone has no line and no panel.
+    An operation measured at one N alone, beside others, has no line and no panel.
     """
     rows = [row for row in rows if row["implementation"] == "triton" and row["ratio"]]
     if not rows:
         return
     tokens = max(int(row["tokens"]) for row in rows)
     rows = [row for row in rows if int(row["tokens"]) == tokens]
-    counts = {op: {row["n"] for row in rows if row["op"] == op} for op in dict.fromkeys(row["op"] for row in rows)}
-    ops = [op for op, of_op in counts.items() if len(of_op) > 1]
+    all_ops = list(dict.fromkeys(row["op"] for row in rows))
+    ops = [op for op in all_ops if len({row["n"] for row in rows if row["op"] == op}) > 1] or all_ops
     colors = dict(zip(sorted({int(row["d_model"]) for row in rows if row["op"] in ops}), COLORS, strict=False))
     passes = ("forward", "forward_backward")
     width, height = len(ops) * (PANEL_W + MARGIN) + MARGIN, len(passes) * (PANEL_H + MARGIN) + MARGIN

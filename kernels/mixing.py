@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from kernels.narrow import power_of_two
-from kernels.tiles import multiply, multiply_add
+from kernels.tiles import multiply, multiply_add, zeros
 
 HEADROOM = tl.constexpr(0.25)  # of stored streams, so that squares and their sums stay in range of fp16
 
@@ -47,15 +47,6 @@ def streams_of(p_r, first, o_d, n_tokens, M: tl.constexpr, D: tl.constexpr, TOKE
             p_row = p_r + (first + i) * (M * D) + j * D
             stored = stored + (tl.load(p_row + o_d, mask=mask, other=0.0, eviction_policy="evict_first"),)
     return stored
-
-
-@triton.jit
-def no_sums(COUNT: tl.constexpr, BLOCK_D: tl.constexpr):
-    """COUNT row tiles of zeros."""
-    rows = ()
-    for _ in tl.static_range(COUNT):
-        rows = rows + (tl.zeros([BLOCK_D], tl.float32),)
-    return rows
 
 
 @triton.jit
@@ -158,12 +149,12 @@ def mix_kernel(
             gates = gates + (1.0 / M,)
     else:
         COUNT: tl.constexpr = (M + 1) * TOKENS
-        parts = no_sums(COUNT, TILE)
+        parts = zeros(COUNT, TILE, tl.float32)
         for c in tl.static_range(N_TILES):
             parts = added_gate_sums(parts, rows[c], p_weight, c * TILE + tl.arange(0, TILE), M, D, TOKENS)
         parts = folded(parts, COUNT, TILE, LANES)
         if TAIL > 0:
-            of_tail = added_gate_sums(no_sums(COUNT, TAIL), tail, p_weight, o_tail, M, D, TOKENS)
+            of_tail = added_gate_sums(zeros(COUNT, TAIL, tl.float32), tail, p_weight, o_tail, M, D, TOKENS)
             of_tail = folded(of_tail, COUNT, TAIL, LANES)
             together = ()
             for i in tl.static_range(COUNT):
@@ -234,15 +225,6 @@ def added_narrow_sums(parts, rows, p_weight, o_d, M: tl.constexpr, D: tl.constex
 
 
 @triton.jit
-def narrow_zeros(COUNT: tl.constexpr, BLOCK_D: tl.constexpr):
-    """COUNT row tiles of fp16 zeros."""
-    rows = ()
-    for _ in tl.static_range(COUNT):
-        rows = rows + (tl.zeros([BLOCK_D], tl.float16),)
-    return rows
-
-
-@triton.jit
 def store_narrow_mix(rows, gates, unit, p_row, o_d, M: tl.constexpr, D: tl.constexpr):
     """Writes the channels o_d of a token's h."""
     b_h = multiply(gates[0].to(tl.float16), rows[0])
@@ -284,12 +266,12 @@ def narrow_mix_kernel(
         o_tail = N_TILES * TILE + tl.arange(0, TAIL)
         tail = narrow_streams(p_r + token * M * D, ratios, o_tail, M, D)
     COUNT: tl.constexpr = M + M * M
-    parts = narrow_zeros(COUNT, TILE)
+    parts = zeros(COUNT, TILE, tl.float16)
     for c in tl.static_range(N_TILES):
         parts = added_narrow_sums(parts, tiles[c], p_weight, c * TILE + tl.arange(0, TILE), M, D)
     parts = folded(parts, COUNT, TILE, LANES)
     if TAIL > 0:
-        of_tail = added_narrow_sums(narrow_zeros(COUNT, TAIL), tail, p_weight, o_tail, M, D)
+        of_tail = added_narrow_sums(zeros(COUNT, TAIL, tl.float16), tail, p_weight, o_tail, M, D)
         of_tail = folded(of_tail, COUNT, TAIL, LANES)
         together = ()
         for i in tl.static_range(COUNT):

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from kernels import MAX_READS, depth_softmax
 from kernels.gradients import Buffers
 from kernels.msar_ahead import Ahead, scores_ahead
-from kernels.msar_mix import Mixer, mix, mix_backward
+from kernels.msar_mix import Mixer, means_of, mix, mix_backward
 from kernels.msar_steps import (
     Scores,
     Sources,
@@ -189,12 +189,12 @@ class _ReadBlock(torch.autograd.Function):
             sources = Sources([held], given, position, Buffers([held], [later]), prepared)
             dr_table = table([dr])
             dweights = weights_gradient(spec, sources, rstd, [dr], dr_table)
-            dstatistics = unit.new_empty(2, P, m)
+            mean, dstatistics = means_of(of_mix, r, scale_of_r), unit.new_empty(2, P, m)
             depth_softmax.handed_kernel[(cdiv(P * m, depth_softmax.BLOCK),)](
-                of_mix.means, unit, a, dstatistics, P * m, BLOCK=depth_softmax.BLOCK
+                mean, unit, a, dstatistics, P * m, BLOCK=depth_softmax.BLOCK
             )
             scores = Scores(a[None], rstd, 0, query, logits[None])
-            units, means = unit[None], of_mix.means[None]
+            units, means = unit[None], mean[None]
             _, dtaps, dquery = sources_backward(spec, sources, scores, dr, dr_table, dweights, units, means)
             dpartial, dtaps = sources.buffers.out[0], dtaps[0]
         dparameters = [dtaps if ctx.dtypes[0] is not None else None, dquery, *of_mix.mixer]

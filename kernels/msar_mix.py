@@ -96,8 +96,7 @@ class MixGradients:
     Attributes:
         dr: [P, m, D] in units of `unit` [P, m].
         mixer: gradients of weight, scale and bias.
-        means: dr . r [P, m], sums over all sources of the read of weight times its gradient; None for fp32 streams that
-            dr has overwritten.
+        means: what `means_of` gives, where the mix left it.
     """
 
     dr: Tensor
@@ -127,10 +126,11 @@ def mix_backward(
     mixing_backward.weight_kernel[(m * m,)](weight, parts, weight_peak, D=D, BLOCK=1024, PARTS=n_parts)
 
     n_programs = cdiv(P, of_factors.tokens)
-    factors, unit, means, partial = empty(P, 5 * m), empty(P, m), empty(P, m), empty(m + 2, n_programs)
+    factors, unit, partial = empty(P, 5 * m), empty(P, m), empty(m + 2, n_programs)
+    means = empty(P, m) if gives_means(retrieved.dtype) else None
     mixing_backward.factors_kernel[(n_programs,)](
         retrieved, scale_of_r, dh, statistics, weight_peak, scale, bias, factors, unit, means, partial, P,
-        M=m, D=D, SOFTMAX=spec.gate == "softmax", MEANS=gives_means(retrieved.dtype), **of_factors.options(),
+        M=m, D=D, SOFTMAX=spec.gate == "softmax", MEANS=means is not None, **of_factors.options(),
     )  # fmt: skip
 
     n_slices = cdiv(D, tile.channels)
@@ -149,10 +149,15 @@ def mix_backward(
         retrieved, dr, dh, parts, factors, peak, parts_of_c, parts_of_r, dweight, P, tokens,
         M=m, D=D, WIDTH=width, PARTS=n_parts, DOT=dot, EVEN=P % tile.tokens == 0, **tile.options(),
     )  # fmt: skip
-    if not gives_means(retrieved.dtype):
-        means = None if in_place else torch.linalg.vecdot(dr, retrieved) * unit / scale_of_r
     totals = partial[1:].sum(1)
     return MixGradients(dr, unit, (dweight.sum(0), totals[:1], totals[1:]), means)
+
+
+def means_of(gradients: MixGradients, retrieved: Tensor, scale_of_r: Tensor) -> Tensor:
+    """dr . r [P, m], sums over all sources of a read of weight times its gradient; `retrieved` is as it was."""
+    if gradients.means is not None:
+        return gradients.means
+    return torch.linalg.vecdot(gradients.dr, retrieved) * gradients.unit / scale_of_r
 
 
 def precision(scratch: torch.dtype) -> tuple[int, str]:

@@ -1,6 +1,7 @@
 """Inputs of the kernel tests, and the comparison every kernel has to pass."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -51,6 +52,11 @@ class Comparison:
     def check(self, reference, kernel) -> None:
         """Every result within the acceptance bound of its precision."""
         check_together([self], reference, kernel)
+
+
+def drawn(make: Callable[..., Comparison], **options) -> list[Comparison]:
+    """The case that `make` makes of options, in bf16 in several draws."""
+    return [make(**options) for _ in range(DRAWS if options.get("dtype") == torch.bfloat16 else 1)]
 
 
 def check_together(cases: list[Comparison], reference, kernel) -> None:

@@ -46,6 +46,12 @@ def test_figure_has_a_panel_per_operation_and_pass_and_a_line_per_width(tmp_path
     assert len(root.findall("{*}rect")) == 1 + 2 * 2
 
 
+def test_figure_of_a_single_count_shows_its_points(tmp_path):
+    rows = [row("msar", 9, D, which, ratio=7.0) for D in (2048, 2112) for which in ("forward", "forward_backward")]
+    write_figure(rows, tmp_path / "bench.svg")
+    assert len(ET.parse(tmp_path / "bench.svg").getroot().findall("{*}circle")) == 4
+
+
 def test_bench_without_a_gpu_says_so(capsys, monkeypatch):
     monkeypatch.setattr(bench.torch.cuda, "is_available", lambda: False)
     assert bench.main([]) == 2

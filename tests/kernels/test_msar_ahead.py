@@ -1,6 +1,6 @@
 import pytest
 import torch
-from kernel_inputs import DEVICE, DRAWS, Comparison, check_together, normal
+from kernel_inputs import DEVICE, Comparison, check_together, drawn, normal
 
 from kernels import reference
 
@@ -76,7 +76,7 @@ def reads(ahead: bool, n_sources, n_reads, sizes=(1, 3, 5), gate="sigmoid", posi
 )
 def test_reads_scored_ahead_match_reference(options):
     packed, gate = options.pop("packed", False), options.pop("gate", "sigmoid")
-    cases = [ahead_case(**options) for _ in range(DRAWS if options.get("dtype") == torch.bfloat16 else 1)]
+    cases = drawn(ahead_case, **options)
     B, T, _ = cases[0].dh.shape
     arguments = {
         "n_sources": options["n_sources"],

@@ -2,7 +2,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_inputs import DEVICE, DRAWS, Comparison, check_together, normal
+from kernel_inputs import DEVICE, Comparison, check_together, drawn, normal
 
 from kernels import reference
 
@@ -37,7 +37,7 @@ def call(read, sizes=SIZES, gate="sigmoid", position=None):
 
 
 def check(gate="sigmoid", packed=False, **options):
-    cases = [msar_case(**options) for _ in range(DRAWS if options.get("dtype") == torch.bfloat16 else 1)]
+    cases = drawn(msar_case, **options)
     sizes = options.get("sizes", SIZES)
     B, T, _ = cases[0].dh.shape
     position = (torch.arange(T, device=DEVICE) % 5).expand(B, T) if packed else None
