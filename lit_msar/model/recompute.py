@@ -17,7 +17,8 @@ KEPT = frozenset({torch.ops.aten.topk.default, torch.ops.aten.sort.stable})
 
 def recomputed(function: Callable, *args: Any) -> Any:
     """`function(*args)`, run again in the backward instead of keeping its insides."""
-    return checkpoint(function, *args, use_reentrant=False, context_fn=_contexts)
+    # nothing is drawn at random in a model, and a generator's state cannot be read while a CUDA graph is captured
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=_contexts)
 
 
 def _contexts() -> tuple["_Keep", "_Replay"]:

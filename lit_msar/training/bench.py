@@ -193,6 +193,8 @@ class Bench:
         seq_len: int,
         device: torch.device,
     ) -> None:
+        if module.cuda_graphs:
+            raise ValueError("bench times the parts of a step, and a CUDA graph has none: leave out model.cuda_graphs")
         self.config, self.device = config, device
         self.batch_size, self.seq_len = batch_size, seq_len
         self.clock = Clock(device)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import lightning as L
 import torch
@@ -17,6 +17,7 @@ from lit_msar.model.loss import IGNORED
 from lit_msar.model.moe import RouterStats
 from lit_msar.model.spec import ModelSpec, explain_difference
 from lit_msar.residual import Residual
+from lit_msar.training.graphs import GraphedStep, check_graphs
 from lit_msar.training.guard import FiniteGuard
 from lit_msar.training.metrics import SetLoss, loss_report
 from lit_msar.training.optim import OptimizerConfig, adamw, prepare_step, wsd_factor
@@ -35,7 +36,7 @@ class StepWindow:
     tokens: Tensor
     nats: Tensor
     numel: int
-    """Targets of one micro-step, masked ones included."""
+    """What losses were divided by."""
     n_micro: int = 0
     router: RouterStats | None = None
 
@@ -46,6 +47,35 @@ class StepWindow:
         if router is not None:
             detached = RouterStats(*(value.detach() for value in router))
             self.router = detached if self.router is None else RouterStats(*map(torch.add, self.router, detached))
+
+
+class MicroStep(NamedTuple):
+    """What comes of one batch."""
+
+    loss: Tensor
+    """[] what is differentiated."""
+    nats: Tensor
+    """[] sum of the losses of unmasked targets."""
+    tokens: Tensor
+    """[] unmasked targets."""
+    each: Tensor
+    """[B, T] single losses."""
+    router: RouterStats | None
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of it, without gradients."""
+        flat = (*self[:-1], *(self.router or ()))
+        return tuple(x.detach() for x in flat)
+
+    @classmethod
+    def of(cls, tensors: tuple[Tensor, ...]) -> "MicroStep":
+        """The inverse of `tensors`."""
+        return cls(*tensors[:4], RouterStats(*tensors[4:]) if tensors[4:] else None)
+
+
+def graph_inputs(batch: Batch) -> Batch:
+    """What the decoder reads of a batch."""
+    return {name: x for name, x in batch.items() if name != "set_id"}
 
 
 class LanguageModel(L.LightningModule):
@@ -59,6 +89,8 @@ class LanguageModel(L.LightningModule):
         checkpointing: activation checkpointing: `none`, `selective` (recompute the insides of MLPs) or `full` (keep
             what enters each layer); routing is always kept.
         compile: torch.compile the attention and MLP sublayers.
+        cuda_graphs: replay forward and backward as one CUDA graph: for models so small that their steps wait for the
+            host. On one GPU; what the backward pass needs stays allocated between steps.
         aux_loss_coef: weight of the sequence-wise balance loss; 0 leaves balancing to the router bias.
         balance_rate: step of the router's balance bias per optimizer step; 0 switches it off.
         check_finite: when the host looks whether loss and gradient are finite: `every_step` waits for the device;
@@ -76,6 +108,7 @@ class LanguageModel(L.LightningModule):
         compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto",
         checkpointing: Checkpointing = "none",
         compile: bool = False,
+        cuda_graphs: bool = False,
         aux_loss_coef: float = 0.0,
         balance_rate: float = 1e-3,
         check_finite: Literal["auto", "every_step", "lagged"] = "auto",
@@ -91,12 +124,16 @@ class LanguageModel(L.LightningModule):
         self.compute_dtype, self.checkpointing, self.compiles = compute_dtype, checkpointing, compile
         self.aux_loss_coef, self.balance_rate, self.seed = aux_loss_coef, balance_rate, seed
         self.check_finite, self.init_from = check_finite, init_from
+        self.cuda_graphs = cuda_graphs
+        self.graphed: GraphedStep | None = None
         self._residual = (residual,)  # in a tuple: not a submodule until the decoder owns it
         self.decoder: Decoder | None = None
         self.guard: FiniteGuard | None = None
         self._tokens_seen: int | Tensor = 0
         self._grad_norm: Tensor | None = None
         self._mean_factor: Tensor | None = None
+        self._scale_by = 0
+        """Targets of the first batch: losses are divided by as many, whatever is masked."""
         self.window: StepWindow | None = None
         self.last_window: StepWindow | None = None
         self.used_lr: float | None = None
@@ -159,6 +196,8 @@ class LanguageModel(L.LightningModule):
         return getattr(torch, self.compute_dtype)
 
     def setup(self, stage: str) -> None:
+        if self.cuda_graphs and stage == "fit":
+            check_graphs(self._target_device(), self.trainer.world_size)
         data = self.trainer.datamodule
         if data.vocab_size > self.config.vocab_size:
             raise ValueError(
@@ -183,25 +222,47 @@ class LanguageModel(L.LightningModule):
 
     def training_step(self, batch: Batch, batch_index: int) -> Tensor:
         """Sum of losses over a constant; `on_before_optimizer_step` divides by the true count."""
+        targets = batch["targets"]
+        self._scale_by = self._scale_by or targets.numel()
         if isinstance(strategy := self._strategy(), FullyShard):
             strategy.begin_micro_step(self.decoder, is_last=not self.trainer.fit_loop._should_accumulate())
-        _, losses, router = self(batch)
-        targets = batch["targets"]
-        n_tokens = (targets != IGNORED).sum()
-        loss = losses.total
+        step = self._micro_step(batch) if self.graphed is None else MicroStep.of(self.graphed(graph_inputs(batch)))
         if self.window is None:
-            self.window = StepWindow(torch.zeros_like(n_tokens), torch.zeros_like(loss), targets.numel())
-        self.window.add(loss, n_tokens, router)
-        self.train_loss.update(losses.each, targets, batch["set_id"])
+            self.window = StepWindow(torch.zeros_like(step.tokens), torch.zeros_like(step.nats), self._scale_by)
+        self.window.add(step.nats, step.tokens, step.router)
+        self.train_loss.update(step.each, targets, batch["set_id"])
+        # Lightning divides by accumulate_grad_batches; undo it, so that a shorter last window is no special case
+        return step.loss * self.trainer.accumulate_grad_batches
+
+    def _micro_step(self, batch: Batch) -> MicroStep:
+        _, losses, router = self(batch)
+        n_tokens = (batch["targets"] != IGNORED).sum()
+        loss = losses.total
         if self.aux_loss_coef and router is not None:
             loss = loss + self.aux_loss_coef * n_tokens * router.aux_loss.sum()
-        # Lightning divides by accumulate_grad_batches; undo it, so that a shorter last window is no special case
-        return loss * (self.trainer.accumulate_grad_batches / self.window.numel)
+        return MicroStep(loss / self._scale_by, losses.total, n_tokens, losses.each, router)
+
+    def _whole_micro_step(self, batch: Batch) -> tuple[Tensor, ...]:
+        """Forward and backward, as `graphs.GraphedStep` captures them."""
+        step = self._micro_step(batch)
+        step.loss.backward()
+        return step.tensors()
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Unless a graph has done it with the forward."""
+        if self.graphed is None:
+            super().backward(loss, *args, **kwargs)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
+        """Nothing: Lightning asks between forward and backward; `optimizer_step` has done it."""
 
     def on_train_start(self) -> None:
         stepped_on = self.trainer.optimizers[0].param_groups[0]["params"][0].device
         is_lagged = stepped_on.type == "cuda" if self.check_finite == "auto" else self.check_finite == "lagged"
         self.guard = FiniteGuard(self._target_device(), is_lagged)
+        if self.cuda_graphs:
+            trained = [parameter for parameter in self.decoder.parameters() if parameter.requires_grad]
+            self.graphed = GraphedStep(trained, self._whole_micro_step)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Find the factor that makes the gradient the mean over all tokens of all micro-steps and ranks."""
@@ -236,8 +297,8 @@ class LanguageModel(L.LightningModule):
     ) -> None:
         self.used_lr = optimizer.param_groups[0]["lr"]
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
-        # Lightning would free the gradients after the next forward: 4 bytes per parameter beside all activations
-        optimizer.zero_grad()
+        # before the next forward: 4 bytes per parameter less beside all activations
+        optimizer.zero_grad(set_to_none=self.graphed is None)
         window = self.window
         self._tokens_seen = self._tokens_seen + window.tokens
         if window.router is not None:
@@ -255,6 +316,7 @@ class LanguageModel(L.LightningModule):
 
     def on_train_end(self) -> None:
         self._settle()
+        self.graphed = None
 
     def _settle(self) -> None:
         if self.guard is not None:
