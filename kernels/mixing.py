@@ -246,7 +246,7 @@ def narrow_mix_kernel(
 
     Args:
         p_statistics: [P, (1 + m)^2], written: rstd, the m sums S_k, and what the mean of a read's weights' gradients
-            takes: |r_j|^2 of the streams, and the products W_kj . r_j, k by k.
+            takes: |r_j|^2 of the streams, and the products W_kj . r_j, j by j.
     """
     N_TILES: tl.constexpr = D // TILE
     token = tl.program_id(0).to(tl.int64)
@@ -294,7 +294,7 @@ def narrow_mix_kernel(
         for j in tl.static_range(M):
             b_product = sums[M + k * M + j] * sum_unit
             b_sum += b_product
-            tl.store(p_token + 1 + 2 * M + k * M + j, b_product)
+            tl.store(p_token + 1 + 2 * M + j * M + k, b_product)
         tl.store(p_token + k + 1, b_sum)
         z = z + (scale * rstd * b_sum + tl.load(p_bias + k),)
     gates = gates_of(z, M, SOFTMAX)

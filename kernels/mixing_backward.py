@@ -119,7 +119,7 @@ def factors_kernel(
     for j in tl.static_range(M if MEANS else 0):
         b_mean = gates[j] * dgates[j] - f * tl.load(p_token + 1 + M + j, mask=m_t, other=0.0)
         for k in tl.static_range(M):
-            b_mean += slopes[k] * tl.load(p_token + 1 + 2 * M + k * M + j, mask=m_t, other=0.0)
+            b_mean += slopes[k] * tl.load(p_token + 1 + 2 * M + j * M + k, mask=m_t, other=0.0)
         tl.store(p_mean + (first + o_t) * M + j, b_mean, mask=m_t)
     peak = tl.max(peaks, 1)
     p_factor = p_factors + (first + o_t) * (5 * M)

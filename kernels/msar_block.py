@@ -24,11 +24,12 @@ from torch.autograd.function import once_differentiable
 from kernels import MAX_READS, depth_softmax
 from kernels.gradients import Buffers
 from kernels.msar_ahead import Ahead, scores_ahead
-from kernels.msar_mix import Mixer, means_of, mix, mix_backward
+from kernels.msar_mix import Mixer, means_of, mix, mix_backward, mix_onto, mixes_onto
 from kernels.msar_steps import (
     Scores,
     Sources,
     Spec,
+    onto_factors,
     reads_at_once,
     retrieve,
     retrieve_onto,
@@ -162,10 +163,14 @@ class _ReadBlock(torch.autograd.Function):
             depth_softmax.merge_kernel[(cdiv(lse.numel(), depth_softmax.BLOCK),)](
                 logits, rstd, lse, scale_of_r, a, base_weight, merged, lse.numel(), BLOCK=depth_softmax.BLOCK
             )
-            r = retrieve_onto(spec, sources, a[None], rstd, merged, r, base_weight)
+            factors = onto_factors(sources, a[None], rstd, merged)
             of_partial = (query_32, held, taps_32, logits, rstd, a, *sources.prepared)
             scale_of_r = merged
-        h, of_gates = mix(spec, r, scale_of_r, mixer, source_dtype(retrieved.dtype))
+        if partial is not None and mixes_onto(spec, r.dtype, D):
+            r, h, of_gates = mix_onto(spec, sources, factors, r, base_weight, scale_of_r, mixer, partial.dtype)
+        else:
+            r = r if partial is None else retrieve_onto(spec, sources, factors, r, base_weight)
+            h, of_gates = mix(spec, r, scale_of_r, mixer, source_dtype(retrieved.dtype))
         ctx.save_for_backward(r, scale_of_r, of_gates, position, *mixer, *of_partial)
         return h.view(B, T, D), partial
 

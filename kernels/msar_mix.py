@@ -9,15 +9,17 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels import mixing, mixing_backward
-from kernels.msar_steps import Spec
-from kernels.tiles import cdiv, next_power_of_2, processors
+from kernels import mixing, mixing_backward, mixing_onto, mixing_tokens
+from kernels.msar_steps import Sources, Spec, retrieve_onto
+from kernels.tiles import TRITON_DTYPES, cdiv, next_power_of_2, processors
 
 MIX_TOKENS = 1  # that a program of the mix holds
 MIX_VALUES = 44  # at most, of those tokens, that a thread of it holds
 NARROW_MIX_VALUES = 88  # likewise where they are fp16
 MIX_CHANNELS = 4  # of a row tile that a thread of it holds
 PARTS_TOKENS = 128  # of a program that prepares the operands of products
+WHOLE_TILES, WHOLE_STREAMS = (1024, 2048), 4  # of programs that hold all channels of a token
+ONTO_TAPS = 16  # at most, of a stream, for a partial sum to be added and mixed in one kernel
 
 Mixer = tuple[Tensor, Tensor, Tensor]
 """Weight [m, m, D], scale [1] and bias [m], fp32."""
@@ -74,8 +76,7 @@ def mix(
     with_products = gives_means(retrieved.dtype)
     statistics = None if mixer is None else scale_of_r.new_empty(P, (1 + m) ** 2 if with_products else 1 + m)
     if with_products and mixer is not None:
-        narrow_weight, unit = weight.new_empty(m * m, D, dtype=torch.float16), weight.new_empty(1)
-        mixing.narrow_weight_kernel[(m * m,)](weight, narrow_weight, unit, ROWS=m * m, D=D, BLOCK=8192, num_warps=16)
+        narrow_weight, unit = narrow_mixer(weight)
         mixing.narrow_mix_kernel[(P,)](
             retrieved, scale_of_r, narrow_weight, unit, scale, bias, out, statistics, spec.eps,
             M=m, D=D, SOFTMAX=spec.gate == "softmax", **row_tiles(m, D, values=NARROW_MIX_VALUES),
@@ -87,6 +88,69 @@ def mix(
         **row_tiles(m, D, MIX_TOKENS),
     )  # fmt: skip
     return out, statistics
+
+
+def narrow_mixer(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """W [m, m, D] as fp16 [m m, D], and the power of two [1] that it was divided by."""
+    m, _, D = weight.shape
+    narrow_weight, unit = weight.new_empty(m * m, D, dtype=torch.float16), weight.new_empty(1)
+    mixing.narrow_weight_kernel[(m * m,)](weight, narrow_weight, unit, ROWS=m * m, D=D, BLOCK=8192, num_warps=16)
+    return narrow_weight, unit
+
+
+def whole_tiles(scratch: torch.dtype, m: int, D: int) -> dict[str, int] | None:
+    """How programs that hold whole tokens lay them over threads, eight channels to each and a few left over to some.
+
+    None where two kernels that hold less take their place: what a thread of more channels or streams holds does not fit
+    its registers, and a longer tail costs more than it saves.
+    """
+    tile = 1 << (D.bit_length() - 1)
+    lanes = tile // 8
+    if scratch != torch.float16 or m > WHOLE_STREAMS or tile not in WHOLE_TILES or D - tile > lanes // 4:
+        return None
+    return {"TILE": tile, "LANES": lanes, "HAS_TAIL": D > tile, "num_warps": lanes // 32, "maxnreg": 255}
+
+
+def whole_programs(tiles: dict[str, int], device: torch.device) -> int:
+    """Programs of such tiles that are resident at once: eight warps of them fill an SM's registers."""
+    return processors(device) * (8 // tiles["num_warps"])
+
+
+def mixes_onto(spec: Spec, scratch: torch.dtype, D: int) -> bool:
+    """Whether `mix_onto` takes reads of such streams."""
+    return whole_tiles(scratch, spec.m, D) is not None and max(spec.kernel_sizes) <= ONTO_TAPS
+
+
+def mix_onto(
+    spec: Spec, source: Sources, factors: tuple[Tensor, Tensor], base: Tensor, base_weight: Tensor,
+    scale_of_r: Tensor, mixer: Mixer, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`retrieve_onto` and `mix` in one: the retrieved streams r [P, m, D], h [P, D] and the gates' statistics."""
+    B, T, D, _ = source.shape
+    P, m = B * T, spec.m
+    tiles = whole_tiles(base.dtype, m, D)
+    weight, scale, bias = mixer
+    narrow_weight, unit = narrow_mixer(weight)
+    r = (
+        retrieve_onto(spec, source, factors, base, base_weight, tiles["TILE"])
+        if tiles["HAS_TAIL"]
+        else torch.empty_like(base)
+    )
+    h, statistics = r.new_empty(P, D, dtype=dtype), scale_of_r.new_empty(P, (1 + m) ** 2)
+    group = mixing_tokens.GROUP.value
+    segment = cdiv(cdiv(T, max(1, whole_programs(tiles, base.device) // B)), group) * group
+    n_segments = cdiv(T, segment)
+    n_programs = B * n_segments
+    sums = scale_of_r.new_empty(n_programs, mixing_onto.SUMS.value * tiles["LANES"])
+    words = torch.empty(n_programs, 4 * group, dtype=torch.int32, device=base.device)
+    fit, weights = factors
+    mixing_onto.mix_onto_kernel[(n_programs,)](
+        source.table, weights, fit, base, base_weight, source.position, r, scale_of_r, narrow_weight, unit, scale, bias,
+        h, statistics, sums, words, spec.eps, T, n_segments, segment,
+        SIZES=spec.kernel_sizes, D=D, PACKED=source.position is not None, SOFTMAX=spec.gate == "softmax",
+        DTYPE=TRITON_DTYPES[source.dtype], **tiles,
+    )  # fmt: skip
+    return r, h, statistics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +181,8 @@ def mix_backward(
     """The backward pass of `mix` for dh [P, D]; `in_place` overwrites `retrieved`."""
     P, m, D = retrieved.shape
     weight, scale, bias = mixer
+    if tiles := whole_tiles(retrieved.dtype, m, D):
+        return _by_token(spec, retrieved, scale_of_r, dh, mixer, statistics, tiles, in_place=in_place)
     empty = scale_of_r.new_empty
     n_parts, dot = precision(retrieved.dtype)
     of_factors, tile = factors_tile(m), gradient_tile(m, retrieved.dtype)
@@ -158,6 +224,32 @@ def means_of(gradients: MixGradients, retrieved: Tensor, scale_of_r: Tensor) -> 
     if gradients.means is not None:
         return gradients.means
     return torch.linalg.vecdot(gradients.dr, retrieved) * gradients.unit / scale_of_r
+
+
+def _by_token(
+    spec: Spec, retrieved: Tensor, scale_of_r: Tensor, dh: Tensor, mixer: Mixer, statistics: Tensor,
+    tiles: dict[str, int], *, in_place: bool,
+) -> MixGradients:  # fmt: skip
+    """`mix_backward` of fp16 streams that reads them once."""
+    P, m, D = retrieved.shape
+    weight, scale, bias = mixer
+    empty = scale_of_r.new_empty
+    narrow_weight, peak = weight.new_empty(m * m, D, dtype=torch.float16), empty(m)
+    mixing_tokens.narrow_rows_kernel[(m,)](weight, narrow_weight, peak, D=m * D, BLOCK=8192, num_warps=16)
+    group, words_of_token = mixing_tokens.GROUP.value, mixing_tokens.BLOCK.value
+    tokens = cdiv(cdiv(P, whole_programs(tiles, retrieved.device)), group) * group
+    n_programs = cdiv(P, tokens)
+    dr = retrieved if in_place else torch.empty_like(retrieved)
+    unit, means = empty(P, m), empty(P, m)
+    sums, dweight, partial = empty(n_programs, 2 * tiles["LANES"]), empty(n_programs, m, m, D), empty(n_programs, 1 + m)
+    words = torch.empty(n_programs, group * words_of_token, dtype=torch.int32, device=retrieved.device)
+    mixing_tokens.backward_kernel[(n_programs,)](
+        retrieved, dr, scale_of_r, dh, statistics, narrow_weight, peak, scale, bias, sums, unit, means, words,
+        dweight, partial, P, tokens,
+        M=m, D=D, SOFTMAX=spec.gate == "softmax", **tiles,
+    )  # fmt: skip
+    totals = partial.sum(0)
+    return MixGradients(dr, unit, (dweight.sum(0), totals[:1], totals[1:]), means)
 
 
 def precision(scratch: torch.dtype) -> tuple[int, str]:

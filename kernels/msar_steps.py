@@ -241,30 +241,36 @@ def retrieve(spec: Spec, sources: Sources, weights: Tensor, rstd: Tensor, scale:
     return out
 
 
+def onto_factors(
+    source: Sources, weight: Tensor, rstd: Tensor, scale: Tensor
+) -> tuple[Tensor | None, Tensor]:  # fmt: skip
+    """What rows of one source are multiplied by, and its weights [1, 1, P, m] with `scale` [P, m] in them."""
+    if source.compute == torch.float32:
+        return None, weight * scale
+    fit, _ = source.fits(rstd)
+    return fit, narrow.narrow_weights(weight, scale, fit)
+
+
 def retrieve_onto(
-    spec: Spec, source: Sources, weight: Tensor, rstd: Tensor, scale: Tensor, base: Tensor, base_weight: Tensor
-) -> Tensor:
-    """The retrieved streams [P, m, D] of a read, times `scale`: of one source, and of others what is known.
+    spec: Spec, source: Sources, factors: tuple[Tensor | None, Tensor], base: Tensor, base_weight: Tensor,
+    first: int = 0,
+) -> Tensor:  # fmt: skip
+    """The retrieved streams [P, m, D] of a read, times a scale: of one source, and of others what is known.
 
     Args:
-        source: one.
-        weight: [1, 1, P, m]; rstd: [1, P, m]; scale: [P, m].
+        source: one; factors: `onto_factors` of it.
         base: [P, m, D] of the other sources, of which base_weight [P, m] are taken.
+        first: channel from which on; those before stay unwritten.
     """
     B, T, D, _ = source.shape
-    fit = None
-    if source.compute == torch.float16:
-        fit, _ = source.fits(rstd)
-        weight = narrow.narrow_weights(weight, scale, fit)
-    else:
-        weight = weight * scale
-    n_tiles = cdiv(D, spec.block_d)
-    segment = segment_length((B, T), n_tiles, 0, 16 * processors(rstd.device))
+    fit, weight = factors
+    n_tiles = cdiv(D - first, spec.block_d)
+    segment = segment_length((B, T), n_tiles, 0, 16 * processors(base.device))
     n_segments = cdiv(T, segment)
     out = torch.empty_like(base)
     streams.add_source_kernel[(n_tiles, B * n_segments)](
         source.table, weight, fit, base, base_weight, source.position, out, T, n_segments, segment,
-        BLOCK_D=spec.block_d, UNROLL=WALK_STEPS, EVEN=T % WALK_STEPS == 0, STAGES=3, num_warps=1,
+        FIRST=first, BLOCK_D=spec.block_d, UNROLL=WALK_STEPS, EVEN=T % WALK_STEPS == 0, STAGES=3, num_warps=1,
         OUT_DTYPE=TRITON_DTYPES[base.dtype], **source.constants(spec, source.compute, None if fit is None else 16),
     )  # fmt: skip
     return out

@@ -184,8 +184,9 @@ def retrieve_kernel(
 @triton.jit(do_not_specialize=["n_segments"])
 def add_source_kernel(
     p_table, p_weights, p_fit, p_base, p_base_weight, p_position, p_out, T, n_segments, SEGMENT,
-    SIZES: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr, PACKED: tl.constexpr,
-    EVEN: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr, OUT_DTYPE: tl.constexpr, COMPUTE: tl.constexpr,
+    SIZES: tl.constexpr, D: tl.constexpr, FIRST: tl.constexpr, BLOCK_D: tl.constexpr, UNROLL: tl.constexpr,
+    PACKED: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr, OUT_DTYPE: tl.constexpr,
+    COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """One more source for a read: weight_j u_j + base_weight_j base_j, [P, m, D].
 
@@ -196,13 +197,14 @@ def add_source_kernel(
         p_table: the source, its taps, and its taps in the dtype that computes.
         p_weights: [P, m] in that dtype, p_base_weight: [P, m], fp32: of what is stored, scales in them.
         p_fit: [1], what rows are multiplied by, for fp16.
+        FIRST: channel from which on.
     """
     M: tl.constexpr = n_streams(SIZES)
     K: tl.constexpr = first_tap(SIZES, M)
     PAST: tl.constexpr = widest(SIZES) - 1
     b = tl.program_id(1) // n_segments
     t_first = tl.program_id(1) % n_segments * SEGMENT
-    o_d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    o_d = FIRST + tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     sequence = b.to(tl.int64) * T
     p_source = tensor_at(p_table, 0, DTYPE) + sequence * D
     b_taps = load_taps(tensor_at(p_table, 2 if COMPUTE == tl.float16 else 1, COMPUTE), o_d, D, BLOCK_D, K)

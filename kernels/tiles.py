@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.target_info import cuda_capability_geq
 
 from kernels.reference import check_kernel_sizes
 
@@ -154,6 +155,25 @@ def prefetch_rows(
         row, channel = i // PIECES, o_first + i % PIECES * VALUES
         inside = (row >= first) & (row < end) & (row < COUNT) & (channel < D)
         prefetch(p_first + row * D + channel, inside)
+
+
+@triton.jit
+def prefetch_block(p_first, n_bytes):
+    """Asks the L2 for n_bytes, a multiple of 16, from a 16-byte address on, in one instruction. None before Hopper."""
+    if PAIRED:
+        if cuda_capability_geq(9, 0):
+            tl.inline_asm_elementwise(
+                """{
+                .reg .pred one, ask;
+                .reg .b32 thread;
+                mov.u32 thread, %tid.x;
+                setp.eq.u32 one, thread, 0;
+                setp.gt.and.s32 ask, $2, 0, one;
+                @ask cp.async.bulk.prefetch.L2.global [$1], $2;
+                mov.u32 $0, 0;
+                }""",
+                "=r,l,r", [p_first, n_bytes], dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
 
 
 @triton.jit

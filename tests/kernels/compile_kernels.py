@@ -22,6 +22,8 @@ from kernels import (
     dots,
     mixing,
     mixing_backward,
+    mixing_onto,
+    mixing_tokens,
     narrow,
     streams,
     streams_backward,
@@ -38,7 +40,7 @@ WHOLE = {"BEND": True, "QUERY": True, "MORE": False}
 WEIGHTS_ONLY = {"BEND": False, "QUERY": False, "MORE": False}
 NORM_ONLY = {"READS": 0, "BEND": True, "QUERY": False, "MORE": True}
 RETRIEVED = SOURCES | TILE | {"READS": 1, "SCALED": True, "OUT_DTYPE": tl.float16}
-ADDED = SOURCES | {"BLOCK_D": 64, "UNROLL": 2, "EVEN": False, "STAGES": 3, "OUT_DTYPE": tl.float16}
+ADDED = SOURCES | {"FIRST": 0, "BLOCK_D": 64, "UNROLL": 2, "EVEN": False, "STAGES": 3, "OUT_DTYPE": tl.float16}
 DWEIGHTS = SOURCES | TILE | {"READS": 1, "SHARED": False, "DR_DTYPE": tl.float16}
 ONE_CHANNEL = {"BLOCK_D": 32}  # per lane
 TWO_PARTS = {"SIZES": SIZES, "PARTS": 2, "BLOCK": 64}
@@ -48,6 +50,7 @@ NARROW_POINTERS = ("p_weights", "p_slope", "p_bend")
 ATTNRES = {"D": D, "TILE": 64, "STAGES": 4, "DTYPE": tl.bfloat16}
 MIX = {"M": 2, "D": D}
 MIX_ROWS = {"TILE": 64, "TAIL": 64, "LANES": 64, "TOKENS": 2}
+WHOLE_TOKENS = {"D": 1048, "TILE": 1024, "LANES": 128, "HAS_TAIL": True, "SOFTMAX": True}
 MIX_GRADIENT = {"EVEN": False, "BLOCK_T": 32, "BLOCK_D": 64, "STAGES": 2}
 # the module's kernel, what it is compiled for, and warps
 KERNELS = [
@@ -102,6 +105,9 @@ KERNELS = [
     (mixing_backward.parts_kernel, {"M": 2, "WIDTH": 4, "PARTS": 2, "BLOCK_T": 32}, 4),
     (mixing_backward.gradient_kernel, MIX | MIX_GRADIENT | {"WIDTH": 4, "PARTS": 2, "DOT": "half"}, 4),
     (mixing_backward.gradient_kernel, MIX | MIX_GRADIENT | {"WIDTH": 16, "PARTS": 1, "DOT": "tf32x3"}, 4),
+    (mixing_tokens.narrow_rows_kernel, {"D": D, "BLOCK": 64}, 4),
+    (mixing_tokens.backward_kernel, MIX | WHOLE_TOKENS, 4),
+    (mixing_onto.mix_onto_kernel, SOURCES | WHOLE_TOKENS, 4),
 ]
 FULL_SIZE = {"SIZES": (1, 4, 8, 12), "D": 2112, "PACKED": False, "UNROLL": 4}
 KERNELS += [
@@ -126,6 +132,7 @@ TYPES = {
     "ignored": "i32",
     "p_dr_table": "*i64",
     "p_position": "*i32",
+    "p_words": "*i32",
     "p_taps": "*fp16",
     "p_narrow": "*fp16",
     "p_out_table": "*i64",
@@ -145,9 +152,11 @@ TYPES = {
 
 def check(kernel, constants: dict, warps: int, all_one: bool) -> None:
     types = TYPES
-    if kernel is mixing.narrow_mix_kernel:
-        types = TYPES | {"p_weight": "*fp16"}
-    elif constants.get("PARTS") == 1:  # a mix of fp32 streams
+    if kernel in (mixing.narrow_mix_kernel, mixing_tokens.backward_kernel, mixing_onto.mix_onto_kernel):
+        types = TYPES | {"p_weight": "*fp16", "p_h": "*bf16"}
+    if kernel is mixing_onto.mix_onto_kernel:
+        types |= {"p_weights": "*fp16"}
+    if constants.get("PARTS") == 1:  # a mix of fp32 streams
         types = TYPES | dict.fromkeys(("p_r", "p_dr", "p_parts", "p_c", "p_of_r"), "*fp32")
     signature, fixed, hints = {}, {}, {}
     for place, name in enumerate(kernel.arg_names):

@@ -59,6 +59,16 @@ def block(by_block: bool, n_sources, n_reads, sizes=(1, 3, 5), gate="sigmoid", p
     return function
 
 
+# wide enough for programs that hold whole tokens, with a tail of channels and without: in the interpreter they take
+# minutes, and test_msar_mix has those kernels alone
+WIDE_OPTIONS = {"n_sources": 2, "n_reads": 2, "dtype": torch.bfloat16}
+WIDE = [
+    WIDE_OPTIONS | {"T": 10, "D": 1048, "B": 2, "sizes": (1, 4), "packed": True},
+    WIDE_OPTIONS | {"T": 13, "D": 1024, "n_reads": 3, "sizes": (1, 3, 5), "gate": "softmax"},
+    WIDE_OPTIONS | {"T": 40, "D": 2112, "sizes": (1, 4, 8, 12)},
+]
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -69,6 +79,7 @@ def block(by_block: bool, n_sources, n_reads, sizes=(1, 3, 5), gate="sigmoid", p
         {"n_sources": 2, "n_reads": 2, "T": 5, "sizes": (1, 1)},
         {"n_sources": 2, "n_reads": 2, "T": 24, "dtype": torch.bfloat16, "sizes": (1, 4)},
         {"n_sources": 1, "n_reads": 2, "T": 24, "dtype": torch.bfloat16, "sizes": (1, 4), "query_scale": 0.0},
+        *(WIDE if DEVICE == "cuda" else []),
     ],
     ids=lambda options: "-".join(f"{name}={str(value).removeprefix('torch.')}" for name, value in options.items()),
 )
