@@ -19,7 +19,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels import mixing, mixing_backward, msar_mix, msar_steps, streams, streams_backward, walk
+from kernels import mixing, mixing_backward, mixing_onto, msar_mix, msar_steps, streams, streams_backward, walk
 
 D, TOKENS = 2112, 8192
 SOURCES = 8
@@ -42,6 +42,9 @@ MIX_GRADIENT_REGISTERS = MIX_GRADIENT.pop("maxnreg")
 MIX_WARPS, NARROW_MIX_WARPS, FACTORS_WARPS, GRADIENT_WARPS = (
     tile.pop("num_warps") for tile in (MIX_ROWS, NARROW_MIX, MIX_FACTORS, MIX_GRADIENT)
 )
+ONTO = {"SIZES": (1, 4, 8, 12), "D": D, "PACKED": False, "SOFTMAX": False, "DTYPE": tl.bfloat16, "p_position": None}
+ONTO |= msar_mix.whole_tiles(torch.float16, 4, D)
+ONTO_WARPS, ONTO_REGISTERS = ONTO.pop("num_warps"), ONTO.pop("maxnreg")
 NO_QUERY = {"QUERY": False, "p_slope": None, "p_query": None}
 TYPES = {
     "p_out": "*fp16",
@@ -59,7 +62,7 @@ TYPES = {
     "eps": "fp32",
 }
 NARROW_TYPES = TYPES | dict.fromkeys(("p_weights", "p_slope", "p_bend"), "*fp16")  # where fp16 computes
-MIX_TYPES = TYPES | {"p_weight": "*fp16"}
+MIX_TYPES = TYPES | dict.fromkeys(("p_weight", "p_weights"), "*fp16") | {"p_h": "*bf16", "p_words": "*i32"}
 COUNTS = ("T", "N", "n_plain", "n_table", "P", "n_tiles", "n_segments", "SEGMENT", "count", "tokens")
 
 
@@ -147,6 +150,15 @@ CASES = (
         168,
     ),
     Case("partial sum onto what was retrieved", streams.add_source_kernel, ADDED, 1, 8, 1, 128),
+    Case(
+        "partial sum added and mixed",
+        mixing_onto.mix_onto_kernel,
+        ONTO,
+        ONTO_WARPS,
+        mixing_onto.GROUP.value * D / 32 / ONTO_WARPS,
+        1,
+        ONTO_REGISTERS,
+    ),
     walk_case("walk, scored in the read", WHOLE, 1),
     walk_case("walk, norms of a source", NORM_ONLY, 0),
     *(walk_case(f"walk, {n} of a block", WEIGHTS_ONLY, n, SOURCES) for n in (1, 2, 3, 4)),
@@ -161,7 +173,7 @@ def compiled(case: Case):
             signature[name], fixed[(place,)] = "constexpr", case.constants[name]
             continue
         types = NARROW_TYPES if case.constants.get("COMPUTE") == tl.float16 else TYPES
-        types = MIX_TYPES if case.kernel is mixing.narrow_mix_kernel else types
+        types = MIX_TYPES if case.kernel in (mixing.narrow_mix_kernel, mixing_onto.mix_onto_kernel) else types
         signature[name] = types.get(name, "i32" if name in COUNTS else "*fp32")
         if name.startswith("p_") or name in ("T", "P"):
             hints[(place,)] = [["tt.divisibility", 16]]
