@@ -7,7 +7,7 @@ A program owns consecutive tokens of a sequence and TILE channels, eight to a th
 rows of the source and the four tokens' streams are in registers, so that r is written and not read. Channels beyond
 TILE, the tail, have been added before (`streams.add_source_kernel`) and are read, one to a thread for all four tokens.
 Sums over channels are taken sixteen at a time (`lane_sums`), the rest over warps and the gates by a tile of the four
-tokens, through memory. `mixing_tokens` says what so few warps ask for. Here also stores go between the loads of W, which
+tokens, through memory. `mixing_tokens` says what so few warps ask for. Here stores also go between loads of W, which
 would stand behind all of them, and base, which is read once, leaves the L1 to W and the taps.
 """
 
