@@ -28,9 +28,9 @@ from kernels.tiles import (
     multiply,
     multiply_add,
     n_streams,
-    prefetch,
     prefetch_block,
     prefetch_rows,
+    prefetch_values,
     raw_rows,
     seen_at,
     tensor_at,
@@ -121,10 +121,10 @@ def mix_onto_kernel(
         n_next = tl.minimum(of_next + GROUP, t_end) - of_next
         prefetch_block(p_base + (sequence + of_next) * (M * D), n_next * (2 * M * D))
         prefetch_block(p_source + of_next * D, n_next * (2 * D))
-        of_next = tl.minimum(of_next, t_end - 1) + sequence
-        prefetch(p_weights + of_next * M + o_lane * 16, o_lane * 16 < GROUP * M)
-        prefetch(p_base_weight + of_next * M + o_lane * 8, o_lane * 8 < GROUP * M)
-        prefetch(p_r_scale + of_next * M + o_lane * 8, o_lane * 8 < GROUP * M)
+        next_values = (sequence + of_next) * M
+        prefetch_values(p_weights + next_values, n_next * M, o_lane)
+        prefetch_values(p_base_weight + next_values, n_next * M, o_lane)
+        prefetch_values(p_r_scale + next_values, n_next * M, o_lane)
         if HAS_TAIL:
             prefetch_rows(p_r + (token + GROUP) * (M * D), TILE, 0, n_next * M, D, GROUP * M, W, LANES // 32)
         parts = ()

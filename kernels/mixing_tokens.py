@@ -20,7 +20,7 @@ import triton.language as tl
 from kernels import lane_sums
 from kernels.narrow import GRADIENT_PEAK, power_of_two
 from kernels.staged import plus_times, times
-from kernels.tiles import PAIRED, prefetch, prefetch_block, zeros
+from kernels.tiles import PAIRED, prefetch_block, prefetch_values, zeros
 
 GROUP = tl.constexpr(4)
 BLOCK = tl.constexpr(32)  # words of a token's factors: halves for dr, values for dW and one for dh
@@ -303,10 +303,9 @@ def backward_kernel(
         for i in tl.static_range(1, GROUP):
             largest = tl.where(o_lane % GROUP == i, largest_of_warps(peaks[i], LANES), largest)
         tl.store(p_sums + LANES + o_lane, largest)
-        of_next = tl.minimum(of_next, end - 1)
         N_STATISTICS: tl.constexpr = (1 + M) * (1 + M)
-        prefetch(p_statistics + of_next * N_STATISTICS + o_lane * 8, o_lane < GROUP * N_STATISTICS // 8 + 2)
-        prefetch(p_r_scale + of_next * M + o_lane * 8, o_lane < GROUP * M // 8 + 1)
+        prefetch_values(p_statistics + of_next * N_STATISTICS, n_next * N_STATISTICS, o_lane)
+        prefetch_values(p_r_scale + of_next * M, n_next * M, o_lane)
         tl.debug_barrier()
         of_bias, of_scale = prepared(
             p_sums, p_statistics, p_r_scale, bias_k, bias_j, weight_peak, p_words, p_unit, p_mean, first, end,
@@ -315,7 +314,7 @@ def backward_kernel(
         dbias += of_bias
         dscale += of_scale
         tl.debug_barrier()
-        prefetch(p_words + o_lane * 8, o_lane < GROUP * BLOCK // 8)
+        prefetch_values(p_words, GROUP * BLOCK, o_lane)
         for token in range(first, tl.minimum(first + GROUP, end)):
             halves, values = load_block(p_words + (token - first) * BLOCK, N_HALVES, BLOCK - N_HALVES // 2)
             rows = token_rows(p_r, p_dh, token, o_d, M, D, "evict_first")

@@ -158,6 +158,15 @@ def prefetch_rows(
 
 
 @triton.jit
+def prefetch_values(p_first, count, o_lane):
+    """`prefetch` of `count` consecutive values by the first of the lanes o_lane, which are enough; none beyond them."""
+    VALUES: tl.constexpr = 32 // (p_first.dtype.element_ty.primitive_bitwidth // 8)
+    o_value = o_lane * VALUES
+    # the last value too: the first need not be at a whole sector
+    prefetch(p_first + tl.minimum(o_value, count - 1), (o_value < count + VALUES) & (count > 0))
+
+
+@triton.jit
 def prefetch_block(p_first, n_bytes):
     """Asks the L2 for n_bytes, a multiple of 16, from a 16-byte address on, in one instruction. None before Hopper."""
     if PAIRED:
