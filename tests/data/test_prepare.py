@@ -160,6 +160,12 @@ def children(pid: int) -> list[int]:
     return []
 
 
+def written(path: Path) -> int | None:
+    with contextlib.suppress(OSError):
+        return path.stat().st_mtime_ns
+    return None
+
+
 def is_running(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return "data.worker" in Path(f"/proc/{pid}/cmdline").read_text()  # empty for a zombie
@@ -171,23 +177,28 @@ def test_sigkill_at_ten_random_moments_leaves_the_same_bytes(tmp_path: Path, cor
     assert start(tmp_path, "straight").wait() == 0
     expected = hashes(tmp_path / "straight")
     rng = random.Random(0)
-    midway, kills, workers = 0, 0, []
+    journal = tmp_path / "out.partial/state.json"
+    tries, kills, workers = 0, 0, []
     while kills < 10:
+        tries += 1
+        assert tries <= 40  # else it is done before the moments drawn here
+        before = written(journal)
         process = start(tmp_path)
-        # from the first block on, or while the tokenizer is trained, or before anything
-        deadline = time.monotonic() + rng.uniform(0.05, 0.9)
-        while time.monotonic() < deadline and process.poll() is None:
+        # one kill in two at any moment from the start on, the other after blocks that this process has journalled
+        awaited, pause = kills % 2 == 1, rng.uniform(0, 0.1) if kills % 2 else rng.uniform(0.05, 0.9)
+        deadline = None if awaited else time.monotonic() + pause
+        while process.poll() is None and (deadline is None or time.monotonic() < deadline):
+            if deadline is None and written(journal) not in (None, before):
+                deadline = time.monotonic() + pause
             time.sleep(0.002)
         if process.poll() is None:
             workers += children(process.pid)
             process.send_signal(signal.SIGKILL)
             kills += 1
-            midway += (tmp_path / "out.partial/state.json").exists()
         process.communicate()
         if (tmp_path / "out").exists():
             assert hashes(tmp_path / "out") == expected
             shutil.rmtree(tmp_path / "out")
-    assert midway >= 2
     assert start(tmp_path).wait() == 0
     assert hashes(tmp_path / "out") == expected
     assert not list(tmp_path.glob("*.partial"))

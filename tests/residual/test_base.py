@@ -75,7 +75,9 @@ def test_a_cut_after_any_sublayer_gives_the_same_output(name):
         state = model.run(model.residual.begin(x), 0, cut)
         assert all(part.shape[:2] == x.shape[:2] for part in state)
         sent = tuple(part.detach().clone(memory_format=torch.contiguous_format) for part in state)
-        assert torch.equal(later.residual.finish(later.run(sent, cut, n_sublayers)), expected), cut
+        # sent lanes lie contiguous, which begin's do not: a product may add them in another order
+        after = later.residual.finish(later.run(sent, cut, n_sublayers))
+        torch.testing.assert_close(after, expected, rtol=1e-12, atol=1e-12)
 
 
 @every_variant
