@@ -29,7 +29,7 @@ def implementation(kernels: Kernels, device: torch.device, has_triton: bool = Fa
     Args:
         kernels: `reference` is plain PyTorch, `compiled` the same through torch.compile, `triton` the GPU kernels;
             `auto` is Triton on CUDA where the caller's operations have kernels, the reference elsewhere.
-        device: where the tensors are.
+        device: where the tensors are; on the meta device, which only has shapes, the reference gives them.
         has_triton: whether there are Triton kernels for what the caller runs.
     Raises:
         ValueError: unknown choice, or `triton` where there are no kernels.
@@ -38,7 +38,9 @@ def implementation(kernels: Kernels, device: torch.device, has_triton: bool = Fa
     if kernels == "triton" and not has_triton:
         raise ValueError("kernels=triton: no Triton kernels for this strategy; use kernels=auto, reference or compiled")
     chosen = kernels
-    if kernels == "auto":
+    if device.type == "meta":  # shapes alone
+        chosen = "reference"
+    elif kernels == "auto":
         chosen = "triton" if has_triton and device.type == "cuda" else "reference"
         _log_once(chosen, device.type)
     if chosen == "triton":

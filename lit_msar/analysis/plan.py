@@ -258,10 +258,11 @@ def host_gib(setup: Setup) -> float:
 
 def remedies(setup: Setup, gpu_memory: float) -> Iterator[tuple[str, Setup]]:
     """Changes that make a setup fit, cheapest first; each builds on the ones before it."""
+    micro_batches = {"batch_size": 1, "accumulate": setup.accumulate * setup.batch_size}
     steps = [
         ("--trainer.strategy.reshard_after_forward=true", {"reshard_after_forward": True}),
         ("--model.checkpointing=selective", {"checkpointing": "selective"}),
-        ("--data.batch_size=1 with more --trainer.accumulate_grad_batches", {"batch_size": 1}),
+        ("--data.batch_size=1 with more --trainer.accumulate_grad_batches", micro_batches),
         ("--model.checkpointing=full", {"checkpointing": "full"}),
         ("--trainer.strategy.prefetch=0", {"prefetch": 0}),
     ]
@@ -274,14 +275,13 @@ def remedies(setup: Setup, gpu_memory: float) -> Iterator[tuple[str, Setup]]:
         steps.append((f"--trainer.strategy.expert_parallel={spread[-1]}", {"expert_parallel": spread[-1]}))
     if setup.sharded:
         steps.append(("--trainer.strategy.offload_states=true", {"offload_states": True}))
-    order, taken = ["none", "selective", "full"], []
+    taken = []
     for name, change in steps:
-        (key, value), current = *change.items(), setup
-        weaker = key == "checkpointing" and order.index(value) <= order.index(current.checkpointing)
-        if weaker or getattr(current, key) == value:
+        changed = replace(setup, **change)
+        if total_gib(changed) >= total_gib(setup):
             continue
-        setup = replace(setup, **change)
-        taken = [*(t for t in taken if key != "checkpointing" or "checkpointing" not in t), name]
+        setup = changed
+        taken = [*(t for t in taken if "checkpointing" not in change or "checkpointing" not in t), name]
         if total_gib(setup) <= gpu_memory:
             yield " ".join(taken), setup
             return

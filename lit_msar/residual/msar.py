@@ -164,7 +164,7 @@ class MSAR(DepthAttention):
         return self._by_block(source.dtype) and hasattr(self.ops(source), "open_block")
 
     def kept_by_read(self, site: Site) -> int:
-        return self.m * self.d_model if self._by_block(torch.bfloat16) and self.kernels != "reference" else 0
+        return self.m * self.d_model if self._by_block(torch.bfloat16) and self.kernels in ("auto", "triton") else 0
 
     def waiting(self, site: Site) -> int:
         opening = Site(site.index - site.index % self.block_size, site.n_sublayers)

@@ -32,6 +32,8 @@ def parse_strategies(text: str) -> dict[str, Residual]:
     try:
         parsed = ast.parse(f"({text.strip().rstrip(',')},)", mode="eval").body
         calls = [node if isinstance(node, ast.Call) else ast.Call(node, [], []) for node in parsed.elts]
+        if any(call.args for call in calls):
+            raise ValueError("options are given by name")
         named = [(call.func.id, {k.arg: ast.literal_eval(k.value) for k in call.keywords}) for call in calls]
         labels = [ast.unparse(node) for node in parsed.elts]
     except (SyntaxError, AttributeError, ValueError) as error:

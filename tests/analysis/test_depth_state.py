@@ -70,8 +70,9 @@ def test_depth_state_keeps_what_the_kernels_keep(name):
             x, state = strategy.read(state, site)
             state = strategy.write(state, site, Pass.apply(x))
         saved += [*state, strategy.finish(state)]
-    counted = held_by_depth(ON_KERNELS[name]("auto"), WIDTH, N_LAYERS, between_segments=False).kept[-1]
-    assert n_wide(saved) == int(counted) // (2 * WIDTH)
+    for kernels in ("auto", "triton"):
+        counted = held_by_depth(ON_KERNELS[name](kernels), WIDTH, N_LAYERS, between_segments=False).kept[-1]
+        assert n_wide(saved) == int(counted) // (2 * WIDTH)
 
 
 @pytest.mark.parametrize("name", ["MSAR, per read", "MSAR, per block"])

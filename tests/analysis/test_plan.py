@@ -127,6 +127,26 @@ def test_reads_that_keep_statistics_only_are_a_remedy():
     assert fitting.residual.options == setup.residual.options | {"schedule": "per_read"}
 
 
+def test_smaller_batches_are_costed_with_the_accumulation_that_makes_up_for_them():
+    setup = setup_of("18b", n_gpus=8, checkpointing="selective", batch_size=4, compiles=True)
+    advice = dict(remedies(setup, 60.0))
+    (text, fitting), *_ = advice.items()
+    assert "--data.batch_size=1 with more --trainer.accumulate_grad_batches" in text
+    assert (fitting.batch_size, fitting.accumulate) == (1, 4)
+
+
+def test_what_changes_nothing_is_no_remedy():
+    for residual in (MSAR(conv_owner="reader"), MSAR(kernels="compiled")):
+        setup = setup_of("18b", residual=residual, n_gpus=8, checkpointing="selective", batch_size=4)
+        (text, _), *_ = remedies(setup, 60.0)
+        assert "schedule" not in text and "selective" not in text
+
+
+def test_a_plan_needs_no_kernels():
+    for of in (MSAR, MHC, AttnRes):
+        assert total_gib(setup_of(residual=of(kernels="triton"))) == total_gib(setup_of(residual=of()))
+
+
 def test_enough_gpus_is_the_least_doubling():
     setup = setup_of("28b", n_gpus=4, checkpointing="full")
     n_gpus = enough_gpus(setup, 80.0)

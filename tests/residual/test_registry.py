@@ -16,6 +16,7 @@ def test_strategies_are_read_from_text():
     ("text", "named"),
     [
         ("Highway", "no residual strategy 'Highway'; the strategies are AttnRes"),
+        ("MSAR(2)", "strategies are given as"),
         ("MSAR(2)(3)", "strategies are given as"),
         ("MSAR(block_size=open('x'))", "strategies are given as"),
         ("MSAR(depth=2)", "unexpected keyword argument 'depth'"),
