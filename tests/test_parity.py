@@ -120,6 +120,27 @@ def test_twice_the_drift_of_rounding_is_beyond_the_bound(tmp_path):
     assert parity.compare(runs, options)
 
 
+def test_kernels_that_are_off_at_every_step_fail_beside_one_spike_of_rounding(tmp_path):
+    write_losses(tmp_path, {"reference": [2.0] * 4, "reordered": [2.0, 2.0, 2.0, 3.0], "triton": [2.5] * 4})
+    options = parity.Options(Path(), Path(), tmp_path, steps=4)
+    runs = parity.wanted_runs(["HC"], with_triton=True)
+    assert not parity.compare(runs, options)
+    write_losses(tmp_path, {"triton": [2.0, 2.0, 2.3, 3.1]})
+    assert parity.compare(runs, options)
+
+
+def test_a_reordered_run_that_is_not_finite_allows_nothing(tmp_path):
+    nan = float("nan")
+    write_losses(tmp_path, {"reference": [2.0, 1.0], "reordered": [2.0, nan], "triton": [2.0, nan]})
+    options = parity.Options(Path(), Path(), tmp_path, steps=2)
+    runs = parity.wanted_runs(["HC"], with_triton=True)
+    assert not parity.compare(runs, options)
+    write_losses(tmp_path, {"triton": [2.0, 1.1]})
+    assert not parity.compare(runs, options)
+    write_losses(tmp_path, {"triton": [2.0, 1.001]})
+    assert parity.compare(runs, options)
+
+
 def test_a_complete_run_is_not_run_again(options, monkeypatch, tmp_path, capsys):
     started = []
 
