@@ -8,10 +8,11 @@ import triton
 from torch import Tensor
 
 from kernels import hyper_coefficients, hyper_lanes
-from kernels.tiles import DTYPES, cdiv, float32, next_power_of_2, processors
+from kernels.tiles import DTYPES, cdiv, float32, next_power_of_2, processors, shared_bytes
 
 MAX_LANES = 8
 MAX_ROUNDS = 64
+STAGED_BYTES = 160 << 10  # of shared memory that the lanes' gradient takes to have rows under way (Hopper: 219 KiB)
 
 Kind = Literal["hc", "static", "mhc", "head"]
 
@@ -268,6 +269,8 @@ def lanes_gradient(
     P = B * T
     dlanes = torch.empty_like(lanes)
     tile = launch("lanes_gradient", n, lanes.dtype)
+    if shared_bytes(lanes.device) < STAGED_BYTES:  # GPUs without an A100's or H100's
+        tile = dataclasses.replace(tile, num_stages=1)
     n_slices = cdiv(D, tile.channels)
     n_chunks = _n_chunks(P, tile.tokens, n_slices, lanes.device)
     n_parts, dot = _precision(lanes.dtype)

@@ -181,7 +181,7 @@ def prefetch_block(p_first, n_bytes):
                 @ask cp.async.bulk.prefetch.L2.global [$1], $2;
                 mov.u32 $0, 0;
                 }""",
-                "=r,l,r", [p_first, n_bytes], dtype=tl.int32, is_pure=False, pack=1,
+                "=r,l,r", [p_first, n_bytes.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
             )  # fmt: skip
 
 
@@ -229,12 +229,16 @@ def pair_sums(b_x):
 
 @triton.jit
 def fitted(b_row, fit):
-    """A bf16 row times a power of two, which bf16 holds exactly, in fp16."""
+    """A bf16 row times a power of two, which bf16 holds exactly, in fp16.
+
+    Minus zero is added, which changes nothing: before Hopper bf16 has no multiplication alone.
+    """
     if PAIRED:
         out = tl.inline_asm_elementwise(
             """{
-            .reg .b32 pair, low, high;
-            mul.rn.bf16x2 pair, $1, $2;
+            .reg .b32 zeros, pair, low, high;
+            mov.b32 zeros, 0x80008000;
+            fma.rn.bf16x2 pair, $1, $2, zeros;
             shl.b32 low, pair, 16;
             and.b32 high, pair, 0xffff0000;
             cvt.rn.f16x2.f32 $0, high, low;
@@ -369,6 +373,13 @@ def table(*rows: Sequence[Tensor]) -> Tensor:
 def processors(device: torch.device) -> int:
     """Streaming multiprocessors; for the interpreter a few."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def shared_bytes(device: torch.device) -> int:
+    """Of shared memory that a program may have; the interpreter's is Hopper's."""
+    if device.type != "cuda":
+        return 227 << 10
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
