@@ -23,6 +23,7 @@ from kernels.tiles import (
     TRITON_DTYPES,
     aligned,
     cdiv,
+    check_shapes,
     check_sources,
     float32,
     next_power_of_2,
@@ -290,6 +291,8 @@ def attnres_read_through(
         ValueError: inputs beyond a limit of the kernels, by name.
     """
     check_sources(sources)
+    D = sources[0].shape[-1]
+    check_shapes(query=(query, (D,)), key_gain=(key_gain, (D,)))
     out, *through = _Read.apply(eps, query, key_gain, *sources)
     return out, tuple(through)
 

@@ -27,7 +27,7 @@ from kernels.hyper_launch import (
     update_gradient,
     update_lanes,
 )
-from kernels.tiles import aligned, float32
+from kernels.tiles import aligned, check_shapes, float32
 
 _HANDOVER = "_handover_of_lanes"
 
@@ -190,6 +190,7 @@ def mhc_read(
     check_lanes(lanes)
     n, D = lanes.shape[2:]
     spec = Spec("mhc", n, D, eps, sinkhorn_eps, n_rounds)
+    check_shapes(phi=(phi, (spec.columns, n * D)), alpha=(alpha, (3,)), bias=(bias, (spec.columns,)))
     return _read(spec, lanes, phi, alpha, (bias,), projected)
 
 
@@ -206,6 +207,7 @@ def mhc_contract(
     """As `reference.mhc_contract`; `projected` as in `mhc_read`."""
     check_lanes(lanes)
     n, D = lanes.shape[2:]
+    check_shapes(weight=(weight, (n, n * D)), scale=(scale, (1,)), bias=(bias, (n,)))
     return _read(Spec("head", n, D, eps, sinkhorn_eps), lanes, weight, scale, (bias,), projected)
 
 
@@ -224,4 +226,7 @@ def hc_read(
     check_lanes(lanes)
     n, D = lanes.shape[2:]
     kind = "static" if weight is None else "hc"
+    check_shapes(
+        weight=(weight, (n + 2, D)), scale=(scale, (2,)), pre=(pre, (n,)), post=(post, (n,)), res=(res, (n, n))
+    )
     return _read(Spec(kind, n, D, eps), lanes, weight, scale, (pre, post, res), projected)

@@ -13,8 +13,8 @@ from torch.autograd.function import once_differentiable
 
 from kernels import dots
 from kernels.gradients import Buffers
-from kernels.msar_steps import Sources, Spec, score, walk_sources
-from kernels.tiles import aligned, check_sources, check_streams, float32
+from kernels.msar_steps import Sources, Spec, check_inputs, score, walk_sources
+from kernels.tiles import aligned, check_sources, float32
 
 
 def scores_ahead(
@@ -107,8 +107,6 @@ def score_source(
         ValueError: inputs beyond a limit of the kernels, by name.
     """
     check_sources([source])
-    check_streams(kernel_sizes)
     spec = Spec(tuple(kernel_sizes), "sigmoid", eps)
-    if position is not None:
-        position = position.to(torch.int32).contiguous()
+    position = check_inputs(spec, source.shape, [taps], queries, position=position)
     return _ScoreSource.apply(spec, position, source, taps if spec.K else None, *queries)

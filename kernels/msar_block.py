@@ -29,6 +29,7 @@ from kernels.msar_steps import (
     Scores,
     Sources,
     Spec,
+    check_inputs,
     onto_factors,
     reads_at_once,
     retrieve,
@@ -44,7 +45,7 @@ from kernels.msar_steps import (
     weights_gradient,
 )
 from kernels.reference import Gate
-from kernels.tiles import aligned, cdiv, check_sources, check_streams, float32, table
+from kernels.tiles import aligned, cdiv, check_shapes, check_sources, float32, table
 
 
 class _OpenBlock(torch.autograd.Function):
@@ -239,15 +240,13 @@ def open_block(
         2 R tensors for `read_block`, streams and statistics of each read in turn; the N sources; and the scores of all.
     """
     check_sources(sources)
-    check_streams(kernel_sizes)
     if sources[0].dtype == torch.float16:
         raise ValueError("kernels=triton with schedule=per_block takes bf16 or fp32 sources, got fp16; use per_read")
     if not 1 <= n_reads <= MAX_READS:
         raise ValueError(f"schedule=per_block takes 1 to {MAX_READS} reads a block, got {n_reads}; use per_read")
     spec = Spec(tuple(kernel_sizes), "sigmoid", eps)
+    position = check_inputs(spec, sources[0].shape, taps, queries, position=position)
     taps = taps if spec.K else ()
-    if position is not None:
-        position = position.to(torch.int32).contiguous()
     tensors = (*sources, *scores, *taps, *queries)
     out = _OpenBlock.apply(spec, position, tuple(rows), n_reads, len(taps), *tensors)
     return out[: 2 * n_reads], out[2 * n_reads : -len(sources)], out[-len(sources) :]
@@ -282,8 +281,8 @@ def read_block(
     if partial is not None:
         check_sources([partial])
     spec = Spec(tuple(kernel_sizes), gate, eps)
-    if position is not None:
-        position = position.to(torch.int32).contiguous()
-    return _ReadBlock.apply(
-        spec, position, retrieved, statistics, partial, taps if spec.K else None, query, mix_weight, mix_scale, mix_bias
-    )
+    B, T, _, D = retrieved.shape
+    check_shapes(partial=(partial, (B, T, D)))
+    mixer = mix_weight, mix_scale, mix_bias
+    position = check_inputs(spec, (B, T, D), [taps], [query], mixer, position)
+    return _ReadBlock.apply(spec, position, retrieved, statistics, partial, taps if spec.K else None, query, *mixer)

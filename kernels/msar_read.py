@@ -20,6 +20,7 @@ from kernels.msar_steps import (
     Scores,
     Sources,
     Spec,
+    check_inputs,
     retrieve,
     score,
     scores_gradient,
@@ -29,7 +30,7 @@ from kernels.msar_steps import (
     weights_gradient,
 )
 from kernels.reference import Gate
-from kernels.tiles import aligned, check_sources, check_streams, float32, table
+from kernels.tiles import aligned, check_sources, float32, table
 
 
 class _Read(torch.autograd.Function):
@@ -136,17 +137,16 @@ def msar_read_through(
         ValueError: inputs beyond a limit of the kernels, by name.
     """
     check_sources(sources)
-    check_streams(kernel_sizes)
     spec = Spec(tuple(kernel_sizes), gate, eps)
+    mixer = mix_weight, mix_scale, mix_bias
+    position = check_inputs(spec, sources[0].shape, taps, [query], mixer, position)
+    if len(taps) != len(sources):
+        raise ValueError(f"taps must be one group per source, got {len(taps)} for {len(sources)} sources")
     if spec.K == 0:
         taps = ()
     elif all(group is taps[0] for group in taps):
         taps = taps[:1]
-    if position is not None:
-        position = position.to(torch.int32).contiguous()
-    out, *through = _Read.apply(
-        spec, position, tuple(rows), query, mix_weight, mix_scale, mix_bias, len(sources), *sources, *scores, *taps
-    )
+    out, *through = _Read.apply(spec, position, tuple(rows), query, *mixer, len(sources), *sources, *scores, *taps)
     return out, tuple(through)
 
 

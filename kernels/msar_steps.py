@@ -16,7 +16,7 @@ from kernels import depth_softmax, narrow, streams, streams_backward, walk
 from kernels.gradients import Buffers, own_buffer
 from kernels.reference import Gate, n_taps
 from kernels.tensor_sums import on_tensor_cores
-from kernels.tiles import TRITON_DTYPES, cdiv, processors, table
+from kernels.tiles import TRITON_DTYPES, cdiv, check_shapes, check_streams, processors, table
 
 SEGMENT = 256  # tokens per program of a backward walk, about: one partial row set of the taps' gradient each
 REGISTERS = {8: 255, 12: 168, 16: 128}  # of a thread, for so many warps on an SM
@@ -45,6 +45,35 @@ class Spec:
     def block_d(self) -> int:
         """Channels per program of one warp: two per lane while taps, their gradients and windows fit in registers."""
         return 64 if self.K + max(self.kernel_sizes) <= 36 and self.m <= 4 else 32
+
+
+def check_inputs(
+    spec: Spec,
+    shape: tuple[int, int, int],
+    taps: Sequence[Tensor | None],
+    queries: Sequence[Tensor],
+    mixer: Sequence[Tensor | None] = (None, None, None),
+    position: Tensor | None = None,
+) -> Tensor | None:
+    """`position` [B, T] (or [1, T] for all sequences) as the kernels read it.
+
+    Raises:
+        ValueError: streams beyond the kernels' limits, or what does not belong to sources [B, T, D] of this shape.
+    """
+    check_streams(spec.kernel_sizes)
+    (B, T, D), m = shape, spec.m
+    if not B * T:
+        raise ValueError(f"kernels=triton needs at least one token, got sources {list(shape)}; use kernels=reference")
+    for group in taps if spec.K else ():
+        check_shapes(taps=(group, (spec.K, D)))
+    for query in queries:
+        check_shapes(query=(query, (m, D)))
+    weight, scale, bias = mixer
+    check_shapes(mix_weight=(weight, (m, m, D)), mix_scale=(scale, (1,)), mix_bias=(bias, (m,)))
+    if position is None:
+        return None
+    check_shapes(position=(position, (1, T) if len(position) == 1 else (B, T)))
+    return position.expand(B, T).to(torch.int32).contiguous()
 
 
 class Sources:

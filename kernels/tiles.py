@@ -351,6 +351,13 @@ def check_streams(kernel_sizes: Sequence[int]) -> None:
         )
 
 
+def check_shapes(**given: tuple[Tensor | None, tuple[int, ...]]) -> None:
+    """Raise ValueError unless each tensor, by name, has the shape beside it."""
+    for name, (tensor, shape) in given.items():
+        if tensor is not None and tensor.shape != shape:
+            raise ValueError(f"{name} must be {list(shape)}, got {list(tensor.shape)}")
+
+
 def aligned(x: Tensor) -> Tensor:
     """`x` contiguous at a 16-byte address, copied only if it is not."""
     x = x.contiguous()

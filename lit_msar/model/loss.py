@@ -44,7 +44,7 @@ def chunk_rows(n_tokens: int, vocab_size: int, n_bytes: int) -> int:
     """Tokens at a time, for logits of `n_bytes` each: equal chunks, as few as `CHUNK_BYTES` allows."""
     most = max(1, CHUNK_BYTES // (n_bytes * vocab_size))
     n_chunks = max(1, -(-n_tokens // most))
-    even = -(-n_tokens // n_chunks)
+    even = max(1, -(-n_tokens // n_chunks))
     rounded = -(-even // CHUNK_MULTIPLE) * CHUNK_MULTIPLE
     return rounded if rounded <= most else even
 

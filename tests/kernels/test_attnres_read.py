@@ -145,6 +145,13 @@ def test_a_captured_read_replays_with_new_sources():
     assert torch.equal(h, read(case.inputs))
 
 
+@pytest.mark.parametrize("name", ["query", "key_gain"])
+def test_parameters_of_another_width_are_named(name):
+    given = {"query": torch.zeros(16), "key_gain": torch.zeros(16)} | {name: torch.zeros(8)}
+    with pytest.raises(ValueError, match=rf"{name} must be \[16\], got \[8\]"):
+        fused.attnres_read([torch.zeros(1, 2, 16)], given["query"], given["key_gain"], EPS)
+
+
 @pytest.mark.parametrize(
     ("sources", "message"),
     [

@@ -371,6 +371,16 @@ def test_wrong_companions_of_a_write_are_named():
         hyper.update_and_project(lanes, y, post, res, normal(24, 16))
 
 
+def test_parameters_of_another_width_are_named():
+    lanes, n, D = normal(1, 2, 4, 8), 4, 8
+    with pytest.raises(ValueError, match=r"phi must be \[24, 32\], got \[24, 8\]"):
+        hyper.mhc_read(lanes, normal(24, D), normal(3), normal(24), 20, EPS)
+    with pytest.raises(ValueError, match=r"bias must be \[4\], got \[24\]"):
+        hyper.mhc_contract(lanes, normal(n, n * D), normal(1), normal(24), EPS)
+    with pytest.raises(ValueError, match=r"res must be \[4, 4\], got \[16\]"):
+        hyper.hc_read(lanes, normal(6, D), normal(2), normal(n), normal(n), normal(16), EPS)
+
+
 def test_more_rounds_than_can_be_unrolled_are_refused():
     inputs = inputs_of("mhc", 1, 2, 4, 8, torch.float32)
     parameters = [inputs[name] for name in ("lanes", "weight", "gates", "bias")]

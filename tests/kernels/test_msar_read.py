@@ -128,6 +128,39 @@ def test_statistics_only_are_kept_for_the_backward_pass():
     assert sum(kept) <= B * T * len(SIZES) * (3 * N + 3)  # logits, rstd, weights; units, gates: nothing of width D
 
 
+@pytest.mark.parametrize(
+    ("name", "given", "message"),
+    [
+        ("query", (2, 8), r"query must be \[2, 16\], got \[2, 8\]"),
+        ("taps", (3, 16), r"taps must be \[4, 16\], got \[3, 16\]"),
+        ("mix_weight", (2, 16), r"mix_weight must be \[2, 2, 16\]"),
+        ("mix_scale", (), r"mix_scale must be \[1\]"),
+        ("mix_bias", (3,), r"mix_bias must be \[2\]"),
+        ("position", (3, 5), r"position must be \[2, 5\], got \[3, 5\]"),
+        ("source", (2, 0, 16), "at least one token"),
+    ],
+)
+def test_what_does_not_belong_to_the_sources_is_named(name, given, message):
+    shapes = {"source": (2, 5, 16), "taps": (4, 16), "query": (2, 16), "mix_weight": (2, 2, 16), "mix_scale": (1,)}
+    shapes |= {"mix_bias": (2,), "position": (2, 5), name: given}
+    source, taps, *parameters, position = (torch.zeros(shape) for shape in shapes.values())
+    with pytest.raises(ValueError, match=message):
+        fused.msar_read([source] * 2, [taps] * 2, *parameters, kernel_sizes=(1, 4), position=position)
+    if name == "position":
+        return
+    with pytest.raises(ValueError, match="one group per source, got 1 for 2" if name == "taps" else message):
+        fused.msar_read([source] * 2, [torch.zeros(4, 16)], *parameters, kernel_sizes=(1, 4))
+
+
+def test_one_position_holds_for_all_sequences():
+    inputs = msar_case(2, 5, B=2, sizes=(1, 3)).inputs
+    position = torch.tensor([[0, 1, 0, 1, 2]], device=inputs["v0"].device)
+    one, each = (call(fused.msar_read, sizes=(1, 3), position=p)(inputs) for p in (position, position.expand(2, 5)))
+    assert torch.equal(one, each)
+    expected = call(reference.msar_read, sizes=(1, 3), position=position)(inputs)
+    torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("sizes", [(1,) * 9, (1, 33)])
 def test_unsupported_streams_are_named(sizes):
     case = msar_case(1, 3, sizes=sizes, D=8)
