@@ -43,11 +43,12 @@ class GraphedStep:
     def __init__(self, parameters: list[nn.Parameter], step: Callable[[dict[str, Tensor]], Outputs]) -> None:
         self._parameters, self._step = parameters, step
         self._forms: dict[tuple, tuple[dict[str, Tensor], Callable[[], None], Outputs]] = {}
+        self._gradients: list[Tensor] = []
 
     def __call__(self, batch: dict[str, Tensor]) -> Outputs:
         form = tuple((name, *x.shape) for name, x in batch.items())
+        self._hold_gradients()
         if form not in self._forms:
-            self._ensure_gradients()
             if len(self._forms) == MAX_FORMS:
                 return self._step(batch)
             self._forms[form] = self._captured(batch)
@@ -57,10 +58,15 @@ class GraphedStep:
         replay()
         return tuple(x.clone() for x in outputs)
 
-    def _ensure_gradients(self) -> None:
-        for parameter in self._parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+    def _hold_gradients(self) -> None:
+        """Make the gradients that graphs add to, and see that they are still the parameters'."""
+        if not self._forms:
+            for parameter in self._parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            self._gradients = [parameter.grad for parameter in self._parameters]
+        elif any(p.grad is not held for p, held in zip(self._parameters, self._gradients, strict=True)):
+            raise RuntimeError("a gradient was replaced after a step was captured; zero gradients in place")
 
     def _captured(self, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], Callable[[], None], Outputs]:
         inputs = {name: x.clone() for name, x in batch.items()}

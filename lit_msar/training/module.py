@@ -256,6 +256,9 @@ class LanguageModel(L.LightningModule):
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
         """Nothing: Lightning asks between forward and backward; `optimizer_step` has done it."""
 
+    def on_validation_model_zero_grad(self) -> None:
+        """Nothing: `optimizer_step` has done it, and graphs add to the gradients that are there."""
+
     def on_train_start(self) -> None:
         stepped_on = self.trainer.optimizers[0].param_groups[0]["params"][0].device
         is_lagged = stepped_on.type == "cuda" if self.check_finite == "auto" else self.check_finite == "lagged"

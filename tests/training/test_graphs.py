@@ -13,17 +13,23 @@ from lit_msar.training.graphs import MAX_FORMS, WARM_UP, GraphedStep
 
 @pytest.fixture
 def _pretended(monkeypatch):
-    """Graphs without a GPU: a replay runs the step again and writes to the same tensors."""
+    """Graphs without a GPU: a replay runs the step again and writes to the same tensors, gradients among them."""
 
     def capture(run):
         before = [parameter.grad.clone() for parameter in parameters]
+        held = [parameter.grad for parameter in parameters]
         outputs = tuple(torch.full_like(x, -1) for x in run())
         for parameter, gradient in zip(parameters, before, strict=True):  # capturing computes nothing
             parameter.grad.copy_(gradient)
 
         def replay():
+            now = [parameter.grad for parameter in parameters]
+            for parameter, gradient in zip(parameters, held, strict=True):  # a graph knows no others
+                parameter.grad = gradient
             for kept, new in zip(outputs, run(), strict=True):
                 kept.copy_(new)
+            for parameter, gradient in zip(parameters, now, strict=True):
+                parameter.grad = gradient
 
         return replay, outputs
 
@@ -39,10 +45,14 @@ def _pretended(monkeypatch):
     monkeypatch.setattr("lit_msar.training.module.check_graphs", lambda device, world_size: None)
 
 
+VALIDATING = {"limit_val_batches": 1, "val_check_interval": 2, "check_val_every_n_epoch": None}
+
+
 def trained(root, prepared, cuda_graphs, accumulate=1, **options):
     seen = Snapshots()
     module = module_of(cuda_graphs=cuda_graphs)
-    trainer_of(root, 4, [seen], accumulate_grad_batches=accumulate).fit(module, data_of(prepared, **options))
+    trainer = trainer_of(root, 4, [seen], accumulate_grad_batches=accumulate, **VALIDATING)
+    trainer.fit(module, data_of(prepared, **options))
     return seen.steps, module
 
 
@@ -88,11 +98,22 @@ def test_forms_beyond_the_limit_run_as_they_are(monkeypatch):
     parameter = torch.nn.Parameter(torch.ones(1))
     graphed = GraphedStep([parameter], square(parameter))
     for n in [*range(1, MAX_FORMS + 3), 1, MAX_FORMS + 2]:
-        parameter.grad = None if parameter.grad is None else torch.zeros(1)
+        if parameter.grad is not None:
+            parameter.grad.zero_()
         (loss,) = graphed({"x": torch.ones(n, 1)})
         assert loss.item() == n
         assert parameter.grad.item() == 2 * n
     assert len(captured) == MAX_FORMS
+
+
+@pytest.mark.usefixtures("_pretended")
+def test_a_replaced_gradient_is_an_error():
+    parameter = torch.nn.Parameter(torch.ones(1))
+    graphed = GraphedStep([parameter], square(parameter))
+    graphed({"x": torch.ones(1)})
+    parameter.grad = None
+    with pytest.raises(RuntimeError, match="zero gradients in place"):
+        graphed({"x": torch.ones(1)})
 
 
 def test_a_run_that_cannot_replay_says_why(tmp_path, prepared):
@@ -120,7 +141,8 @@ def test_replayed_steps_on_a_gpu_equal_others(tmp_path, prepared, residual, opti
     for cuda_graphs in (False, True):
         seen = Snapshots()
         module = gpu_module(residual=residual(), cuda_graphs=cuda_graphs, **options)
-        trainer = trainer_of(tmp_path, 4, [seen], accelerator="gpu", devices=1, accumulate_grad_batches=2)
+        gpu = {"accelerator": "gpu", "devices": 1, "accumulate_grad_batches": 2}
+        trainer = trainer_of(tmp_path, 4, [seen], **gpu, **VALIDATING)
         trainer.fit(module, data_of(prepared, workers=2))
         steps[cuda_graphs] = seen.steps
     assert_equal(steps[True], steps[False])
