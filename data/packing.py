@@ -17,8 +17,9 @@ class DocumentPacking:
     """
 
     def __init__(self, root: Path, shard: Shard, seq_len: int, folder: Path) -> None:
-        self._file = folder / f"{shard.path}.pack-{seq_len}.npy"
-        if not self._is_current(shard):
+        # the shard by its documents: several data sets may share a folder
+        self._file = folder / f"{shard.path}.{shard.idx_sha256[:12]}.pack-{seq_len}.npy"
+        if not self._file.is_file():
             starts = np.fromfile(root / (shard.path + ".idx"), dtype=IDX_DTYPE).astype(np.int64)
             spans = pack_documents(starts, seq_len + 1)
             self._file.parent.mkdir(parents=True, exist_ok=True)
@@ -27,13 +28,6 @@ class DocumentPacking:
             os.replace(draft, self._file)
         self._n = len(np.load(self._file, mmap_mode="r"))
         self._spans: np.ndarray | None = None
-
-    def _is_current(self, shard: Shard) -> bool:
-        """Whether the file is there and ends where the shard does; the shard's own files never change."""
-        if not self._file.is_file():
-            return False
-        last = np.load(self._file, mmap_mode="r")[-1]
-        return int(last.sum()) == shard.tokens
 
     def __len__(self) -> int:
         return self._n

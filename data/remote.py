@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from data.progress import each
-from data.shards import Manifest, Shard, check_size, load_manifest, safe_name
+from data.shards import Manifest, Shard, check_size, hash_file, load_manifest, safe_name
 from data.verify import record_verified, verify_once
 
 DEFAULT_CACHE = "~/.cache/lit_msar/data"
@@ -40,7 +40,8 @@ def fetch_manifest(url: str, cache_dir: str | None = None) -> Path:
     with _locked(root):
         _fetch(url, root, "manifest.json", None)
         tokenizer = load_manifest(root).tokenizer
-        if not (root / tokenizer["file"]).is_file():
+        file = root / tokenizer["file"]
+        if not (file.is_file() and hash_file(file) == tokenizer["sha256"]):
             _fetch(url, root, tokenizer["file"], tokenizer["sha256"])
     return root
 

@@ -114,8 +114,8 @@ def _data_info(argv: list[str]) -> None:
 LIGHTNING_COMMANDS = {
     "fit": "train a model",
     "validate": "losses of a checkpoint on the validation split",
-    "test": "losses of a checkpoint on the test split",
-    "predict": "log-likelihood of every sequence",
+    "test": "the same as validate, logged as test: prepared data have no third split",
+    "predict": "log-likelihood of every sequence, to OUT/predictions.jsonl",
 }
 COMMANDS: dict[str, tuple[Callable[[list[str]], None], str]] = {
     "prepare": (_prepare, "turn text into token shards"),

@@ -3,15 +3,18 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from training.conftest import prepared  # noqa: F401 (a fixture)
 
 from lit_msar.cli import COMMANDS, LIGHTNING_COMMANDS, main
+from lit_msar.training.module import LanguageModel
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 SMALL = [
@@ -69,6 +72,85 @@ def test_fit_resume_validate_generate_and_report(prepared, tmp_path, capsys):  #
     assert "MSAR" in capsys.readouterr().out
 
 
+def curve(out, tag):
+    """Step and value of each point that a run's event files hold."""
+    events = EventAccumulator(str(out))
+    events.Reload()
+    return [(point.step, point.value) for point in events.Scalars(tag)]
+
+
+def test_an_evaluation_that_was_cut_short_is_made_up_for(prepared, tmp_path, monkeypatch):  # noqa: F811
+    every = ["--trainer.val_check_interval=2", "--checkpoint.every_n_steps=2", "--ckpt_path=last"]
+    assert run(fit_arguments(prepared, tmp_path / "whole", *every, "--trainer.max_steps=6")) == 0
+    evaluate = LanguageModel.validation_step
+    arguments = fit_arguments(prepared, tmp_path / "cut", *every, "--trainer.max_steps=6")
+    for step in (4, 6):  # in the middle, and at the end
+
+        def failing(self, batch, batch_index, step=step):
+            if self.trainer.global_step == step:
+                raise ArithmeticError("out of memory")
+            evaluate(self, batch, batch_index)
+
+        monkeypatch.setattr(LanguageModel, "validation_step", failing)
+        with pytest.raises(ArithmeticError):
+            run(arguments)
+        assert (tmp_path / "cut" / "checkpoints" / "last.ckpt").resolve().name == f"step={step}.ckpt"
+    assert not (tmp_path / "cut" / "result.json").exists()
+    monkeypatch.undo()
+    assert run(arguments) == 0
+    assert [step for step, _ in curve(tmp_path / "whole", "val/loss")] == [2, 4, 6]
+    assert curve(tmp_path / "cut", "val/loss") == curve(tmp_path / "whole", "val/loss")
+    rows = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("whole", "cut")]
+    assert rows[0]["metrics"] == rows[1]["metrics"]
+    assert "val/loss" in rows[0]["metrics"]
+
+
+def test_predict_writes_what_validate_sums_up(prepared, tmp_path, capsys):  # noqa: F811
+    whole = ["--trainer.val_check_interval=1", "--trainer.limit_val_batches=1.0"]
+    arguments = fit_arguments(prepared, tmp_path, "--trainer.max_steps=1", *whole)
+    assert run(arguments) == 0
+    assert run(["predict", *arguments[1:], "--ckpt_path=last"]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "predictions.jsonl").read_text().splitlines()]
+    assert {row["set"] for row in rows} == {"Prose", "Code"}
+    loss = -sum(row["log_likelihood"] for row in rows) / sum(row["tokens"] for row in rows)
+    assert loss == pytest.approx(json.loads((tmp_path / "result.json").read_text())["metrics"]["val/loss"], rel=1e-6)
+    assert not list(tmp_path.glob("*.unfinished"))
+
+
+@pytest.mark.parametrize("command", ["validate", "test", "predict"])
+def test_an_evaluation_of_no_weights_is_refused(prepared, tmp_path, capsys, command):  # noqa: F811
+    assert run([command, *fit_arguments(prepared, tmp_path)[1:]]) == 2
+    assert capsys.readouterr().err == (
+        f"error: {command} needs weights: --ckpt_path PATH (or last), or --model.init_from PATH\n"
+    )
+
+
+def test_a_finished_run_keeps_its_result(prepared, tmp_path):  # noqa: F811
+    arguments = fit_arguments(prepared, tmp_path, "--trainer.max_steps=2", "--ckpt_path=last")
+    assert run(arguments) == 0
+    result = (tmp_path / "result.json").read_bytes()
+    assert run(arguments) == 0
+    assert (tmp_path / "result.json").read_bytes() == result
+
+
+def test_evaluations_leave_a_run_as_it_is(prepared, tmp_path):  # noqa: F811
+    arguments = fit_arguments(prepared, tmp_path, "--trainer.max_steps=2", "--trainer.val_check_interval=2")
+    assert run(arguments) == 0
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert run(["validate", *arguments[1:], "--ckpt_path=last", "--trainer.limit_val_batches=1"]) == 0
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_an_evaluation_that_is_asked_to_stop_says_so(prepared, tmp_path, monkeypatch, capsys):  # noqa: F811
+    arguments = fit_arguments(prepared, tmp_path, "--trainer.max_steps=1")
+    assert run(arguments) == 0
+    monkeypatch.setattr(
+        LanguageModel, "validation_step", lambda self, batch, batch_index: os.kill(os.getpid(), signal.SIGTERM)
+    )
+    assert run(["validate", *arguments[1:], "--ckpt_path=last"]) == 128 + signal.SIGTERM
+    assert capsys.readouterr().err.endswith("error: validate was stopped by signal 15; nothing was saved\n")
+
+
 def test_saved_config_makes_the_same_run_again(prepared, tmp_path):  # noqa: F811
     assert run(fit_arguments(prepared, tmp_path / "a", "--trainer.max_steps=2", "--model.residual=MHC")) == 0
     again = ["fit", "--config", str(tmp_path / "a" / "config.yaml"), "--trainer.default_root_dir", str(tmp_path / "b")]
@@ -89,6 +171,10 @@ def test_overlay_may_name_options_of_the_strategy_alone(prepared, tmp_path):  # 
 
 
 WRONG = {
+    "precision": (
+        ["fit", *SMALL, "--data.path", "{prepared}", "--trainer.precision=bf16-true"],
+        "trainer.precision must be 32-true, got bf16-true",
+    ),
     "unknown-command": (["train"], "no command 'train'; there are fit"),
     "unknown-option": (["fit", "--model.decoder.n_head=3"], "n_head"),
     "missing-config": (["fit", "--config", "nowhere.yaml"], "nowhere.yaml"),

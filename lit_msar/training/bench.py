@@ -198,7 +198,7 @@ class Bench:
         self.config, self.device = config, device
         self.batch_size, self.seq_len = batch_size, seq_len
         self.clock = Clock(device)
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        dtype = module.activation_dtype(device)
         first = next(iter(strategies.values()))
         with torch.device("meta"):
             self.decoder = Decoder(config, first, dtype, module.checkpointing)
@@ -325,8 +325,8 @@ def bench(
     console = Console(width=180)
     about = {"device": device_name(device), "torch": torch.__version__, "commit": commit()}
     about |= {"model": module.spec.decoder}
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    print(f"attention: {usable_backend(module.config, dtype, device)}", flush=True)
+    attention = usable_backend(module.config, module.activation_dtype(device), device)
+    print(f"attention: {attention}", flush=True)
     rows: list[BenchRow] = []
 
     def report(round_index: int, latest: list[BenchRow]) -> None:

@@ -76,7 +76,7 @@ class Checkpoint(CheckpointCallback):
         # over gloo where the strategy has it: there hosts wait for hosts, and none for its GPU
         device = torch.device("cpu") if isinstance(trainer.strategy, FullyShard) else trainer.strategy.root_device
         signal_number = self._interruption.agreed(device)
-        if step % self.every_n_steps == 0 or signal_number:
+        if step % self.every_n_steps == 0 or step == trainer.max_steps or signal_number:
             self.save(trainer)
         if signal_number and step < trainer.max_steps:
             self._wait()
@@ -84,7 +84,7 @@ class Checkpoint(CheckpointCallback):
             raise Interrupted(f"stopped by signal {signal_number} after step {step}, which {saved}", signal_number)
 
     def on_train_end(self, trainer: L.Trainer, module: LanguageModel) -> None:
-        """The end of the run, if its step was not due anyway."""
+        """The end of a run that stopped before its last step, by its own wish."""
         if self._saved_step != trainer.global_step:
             self.save(trainer)
         self._wait()

@@ -1,6 +1,7 @@
 """fit, validate, test and predict, read from one config over Trainer, module and data."""
 
 import logging
+import signal
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict
@@ -10,7 +11,9 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_msar.analysis.plan import Setup, print_plan
 from lit_msar.errors import OneLineErrors
@@ -18,10 +21,11 @@ from lit_msar.residual.registry import strategy_names
 from lit_msar.training import saves
 from lit_msar.training.checkpoint import Checkpoint
 from lit_msar.training.datamodule import TokenData
+from lit_msar.training.interruption import Interrupted
 from lit_msar.training.module import LanguageModel
 from lit_msar.training.monitor import Monitor
 from lit_msar.training.progress import StepProgress
-from lit_msar.training.result import RunFiles
+from lit_msar.training.result import Predictions, RunFiles
 from lit_msar.training.strategy import FullyShard
 
 
@@ -70,12 +74,16 @@ class TrainCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         config = self._get(self.config_init, "trainer")
+        trains = self.subcommand == "fit"
+        if not trains:  # the run's directory holds the config and the curves of its training
+            self.save_config_callback = None
         if config["logger"] in (None, True):
             # one directory without versions: a resumed run goes on with its own curves
-            kwargs["logger"] = TensorBoardLogger(config["default_root_dir"], name="", version="")
-        if config["enable_progress_bar"] is not False:
-            kwargs["callbacks"] = [*(config["callbacks"] or []), StepProgress()]
-        self.trainer_defaults["callbacks"] = [RunFiles()]
+            root = config["default_root_dir"]
+            kwargs["logger"] = TensorBoardLogger(root, name="", version="") if trains else DummyLogger()
+        # after Monitor, whose figures the bar shows
+        bar = [StepProgress()] if config["enable_progress_bar"] is not False else []
+        self.trainer_defaults["callbacks"] = [RunFiles(), Predictions(), *bar]
         return super().instantiate_trainer(**kwargs)
 
     # ------------------------------------------------------------------------------------------ the commands
@@ -98,8 +106,13 @@ class TrainCLI(LightningCLI):
             self._check(Path(path))
         elif command == "fit" and ckpt_path is None:
             self._refuse_second_run()
+        elif command != "fit" and self.model.init_from is None:
+            raise ValueError(f"{command} needs weights: --ckpt_path PATH (or last), or --model.init_from PATH")
         # a checkpoint never runs code
-        getattr(self.trainer, command)(**options | {"ckpt_path": path, "weights_only": True})
+        try:
+            getattr(self.trainer, command)(**options | {"ckpt_path": path, "weights_only": True})
+        except SIGTERMException as stop:  # outside of training; the process would end as if all were done
+            raise Interrupted(f"{command} was stopped by signal 15; nothing was saved", signal.SIGTERM) from stop
 
     def _last(self, command: str) -> str | None:
         directory = Path(self.trainer.default_root_dir) / "checkpoints"

@@ -139,6 +139,8 @@ class LanguageModel(L.LightningModule):
         self.used_lr: float | None = None
         self.evaluated: dict[str, float] = {}
         """Losses of the latest evaluation, on the host."""
+        self.has_trained = False
+        """Whether this process came to train: a finished run that is started again does not."""
 
     # ------------------------------------------------------------------------------------------ building
 
@@ -151,11 +153,11 @@ class LanguageModel(L.LightningModule):
         """Build on the meta device, then fill on the device of the run. Called by the Trainer for every command."""
         if self.decoder is not None:
             return
-        backend = usable_backend(self.config, self._activation_dtype(), self._target_device())
+        backend = usable_backend(self.config, self.activation_dtype(), self._target_device())
         if self._target_device().type == "cuda":
             rank_zero_info(f"attention: {backend}")
         with torch.device("meta"):
-            decoder = Decoder(self.config, self.residual, self._activation_dtype(), self.checkpointing)
+            decoder = Decoder(self.config, self.residual, self.activation_dtype(), self.checkpointing)
         if isinstance(strategy := self._strategy(), FullyShard):
             strategy.make(decoder, self.seed)
         else:
@@ -190,12 +192,18 @@ class LanguageModel(L.LightningModule):
         """Norm of the latest step's gradient before clipping; waits for the device."""
         return None if self._grad_norm is None else self._grad_norm.item()
 
-    def _activation_dtype(self) -> torch.dtype:
+    def activation_dtype(self, device: torch.device | None = None) -> torch.dtype:
+        """Of activations and depth state on a device; None is the run's."""
         if self.compute_dtype == "auto":
-            return torch.bfloat16 if self._target_device().type == "cuda" else torch.float32
+            return torch.bfloat16 if (device or self._target_device()).type == "cuda" else torch.float32
         return getattr(torch, self.compute_dtype)
 
     def setup(self, stage: str) -> None:
+        if self.trainer.precision != "32-true":
+            raise ValueError(
+                f"trainer.precision must be 32-true, got {self.trainer.precision}: parameters and states are fp32; "
+                "activations are what model.compute_dtype says"
+            )
         if self.cuda_graphs and stage == "fit":
             check_graphs(self._target_device(), self.trainer.world_size)
         data = self.trainer.datamodule
@@ -266,6 +274,9 @@ class LanguageModel(L.LightningModule):
         if self.cuda_graphs:
             trained = [parameter for parameter in self.decoder.parameters() if parameter.requires_grad]
             self.graphed = GraphedStep(trained, self._whole_micro_step)
+        self.has_trained = True
+        if self._evaluation_is_due():
+            self.evaluate()
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Find the factor that makes the gradient the mean over all tokens of all micro-steps and ranks."""
@@ -342,12 +353,31 @@ class LanguageModel(L.LightningModule):
     def on_test_epoch_end(self) -> None:
         self._log_evaluation("test")
 
+    def _evaluation_is_due(self) -> bool:
+        """Whether a run goes on at a step that is evaluated: the step was saved before, and a stop may have cut in."""
+        trainer = self.trainer
+        n_batches, interval = trainer.fit_loop.epoch_loop.total_batch_idx + 1, trainer.val_check_batch
+        if n_batches == 0 or not interval or not trainer.enable_validation or trainer.check_val_every_n_epoch:
+            return False
+        return n_batches % interval == 0
+
+    def evaluate(self) -> None:
+        """Evaluate now, in `fit`, as Lightning does when it is due."""
+        trainer, loop = self.trainer, self.trainer.fit_loop.epoch_loop.val_loop
+        trainer.validating, loop.restarting = True, False  # from the first batch, whatever a checkpoint says
+        loop.run()
+        trainer.training = True
+
     def _log_evaluation(self, prefix: str) -> None:
         data = self.trainer.datamodule
         report = loss_report(*self.val_loss.compute(), data.set_names, data.bytes_per_token("val"), prefix)
         self.val_loss.reset()
         self.evaluated = report
-        self.log_dict(report, rank_zero_only=True)
+        trains = self.trainer.state.fn == "fit"
+        # these are of all ranks already, which Lightning need not know; it prints what it logs
+        self.log_dict(report, logger=not trains, rank_zero_only=True, sync_dist=True)
+        for logger in self.trainer.loggers if trains else ():  # Lightning would take the step before
+            logger.log_metrics(report, self.trainer.global_step)
 
     def predict_step(self, batch: Batch, batch_index: int) -> dict[str, Tensor]:
         """Log-likelihood in nats and token count of every sequence, with the set it belongs to."""
@@ -388,7 +418,10 @@ class LanguageModel(L.LightningModule):
         saved = [group for state in checkpoint.get("optimizer_states", []) for group in state["param_groups"]]
         for group in saved:
             group.update(config.group_options(), initial_lr=config.lr, lr=lr)
-            group["weight_decay"] = config.weight_decay if group["weight_decay"] else 0.0
+        if saved:
+            own = adamw(self.decoder, self.decoder.no_decay_names(), config).param_groups
+            for group, fresh in zip(saved, own, strict=True):
+                group["weight_decay"] = fresh["weight_decay"]
         # a sharded run's optimizer exists by now, and takes its states from the checkpoint but no options
         live = [group for optimizer in self.trainer.optimizers for group in optimizer.param_groups]
         for group in live:

@@ -53,6 +53,7 @@ class Monitor(L.Callback):
 
     def __init__(self, depth_maps: bool = True, sample_prompt: str | None = "The ", sample_tokens: int = 48) -> None:
         self.draws_depth_maps = depth_maps
+        self._stopwatch = Stopwatch()
         self.sample_prompt = sample_prompt
         self.sample_tokens = sample_tokens
         self.latest: dict[str, float] = {}

@@ -9,9 +9,11 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 
 from lit_msar.training.module import LanguageModel
 from lit_msar.training.monitor import Monitor
@@ -35,12 +37,45 @@ class RunFiles(L.Callback):
         )
 
     def on_fit_end(self, trainer: L.Trainer, module: LanguageModel) -> None:
-        if trainer.global_step < trainer.max_steps or not trainer.is_global_zero:
-            return
         path = Path(trainer.default_root_dir) / "result.json"
+        if trainer.global_step < trainer.max_steps:
+            return
+        if not module.has_trained:  # a finished run, started again
+            if trainer.strategy.broadcast(path.exists()):
+                return
+            module.evaluate()  # it was stopped in its last evaluation
+        if not trainer.is_global_zero:
+            return
         unfinished = path.with_suffix(".json.unfinished")
         unfinished.write_text(json.dumps(result_row(trainer, module), indent=1) + "\n")
         os.replace(unfinished, path)
+
+
+class Predictions(L.Callback):
+    """`predict` writes a line of JSON per sequence: its set, unmasked tokens, and their log-likelihood in nats.
+
+    Into `OUT/predictions.jsonl`; of several ranks, each its part, into `OUT/predictions.rank=N.jsonl`.
+    """
+
+    def on_predict_start(self, trainer: L.Trainer, module: LanguageModel) -> None:
+        rank = "" if trainer.world_size == 1 else f".rank={trainer.global_rank}"
+        self._path = Path(trainer.default_root_dir) / f"predictions{rank}.jsonl"
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self._path.with_suffix(".jsonl.unfinished").open("w")
+
+    def on_predict_batch_end(
+        self, trainer: L.Trainer, module: LanguageModel, outputs: dict, batch: Any, batch_idx: int, *_: Any
+    ) -> None:
+        names = trainer.datamodule.set_names
+        for log_likelihood, tokens, set_id in zip(*(x.tolist() for x in outputs.values()), strict=True):
+            if tokens:  # else a row that fills the batch
+                row = {"set": names[set_id], "tokens": tokens, "log_likelihood": log_likelihood}
+                self._file.write(json.dumps(row) + "\n")
+
+    def on_predict_end(self, trainer: L.Trainer, module: LanguageModel) -> None:
+        self._file.close()
+        os.replace(self._file.name, self._path)
+        rank_zero_info(f"log-likelihoods in {self._path}")
 
 
 def result_row(trainer: L.Trainer, module: LanguageModel) -> dict:
@@ -59,7 +94,7 @@ def result_row(trainer: L.Trainer, module: LanguageModel) -> dict:
         "tokens": module.tokens_seen,
         "seed": module.seed,
         "step_seconds": monitor.median_step_seconds() if monitor else None,
-        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "metrics": module.evaluated,
         "device": device_name(module.device),
         "torch": torch.__version__,
         "commit": commit(),

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -94,9 +95,9 @@ def _saves(directory: Path) -> Iterator[Path]:
 
 
 def defect(path: Path) -> str:
-    """What a checkpoint's directory lacks to be complete; empty for a complete one and for a single file."""
+    """What a checkpoint lacks to be complete; empty for a complete one."""
     if not path.is_dir():
-        return ""
+        return "" if zipfile.is_zipfile(path) else "it is cut off"
     if not (path / MANIFEST).is_file():
         return f"no {MANIFEST}"
     for name, size in json.loads((path / MANIFEST).read_text())["files"].items():

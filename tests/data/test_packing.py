@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from data.packing import DocumentPacking, pack_documents
-from data.shards import IDX_DTYPE, Shard
+from data.shards import IDX_DTYPE, Shard, hash_file
 
 
 @settings(max_examples=200, deadline=None)
@@ -40,7 +40,7 @@ def test_every_token_is_shown_and_only_long_documents_are_cut(lengths: list[int]
 def make_shard(root: Path, starts: list[int]) -> Shard:
     (root / "train").mkdir(exist_ok=True)
     np.array(starts, dtype=IDX_DTYPE).tofile(root / "train/s.idx")
-    return Shard("train/s", starts[-1], len(starts) - 1, 0, "", "")
+    return Shard("train/s", starts[-1], len(starts) - 1, 0, "", hash_file(root / "train/s.idx"))
 
 
 def test_index_is_computed_once_and_again_for_another_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,8 +55,18 @@ def test_index_is_computed_once_and_again_for_another_shard(tmp_path: Path, monk
     assert other.span(len(other) - 1)[0] + other.span(len(other) - 1)[1] == 30
 
 
+def test_data_sets_that_share_a_folder_keep_their_own_indices(tmp_path: Path) -> None:
+    roots = [tmp_path / "a", tmp_path / "b"]
+    for root in roots:
+        root.mkdir()
+    shards = [make_shard(roots[0], [0, 5, 9, 20]), make_shard(roots[1], [0, 3, 20])]  # as many tokens
+    a, b = (DocumentPacking(root, shard, 9, tmp_path) for root, shard in zip(roots, shards, strict=True))
+    assert [a.span(i) for i in range(len(a))] == [(0, 9), (9, 10), (18, 2)]
+    assert b.span(0) == (0, 3)
+
+
 def test_index_goes_beside_the_data_or_elsewhere(tmp_path: Path) -> None:
     shard = make_shard(tmp_path, [0, 5, 9])
     DocumentPacking(tmp_path, shard, 4, tmp_path / "cache")
-    assert [f.name for f in (tmp_path / "cache/train").iterdir()] == ["s.pack-4.npy"]
+    assert [f.name for f in (tmp_path / "cache/train").iterdir()] == [f"s.{shard.idx_sha256[:12]}.pack-4.npy"]
     assert [f.name for f in (tmp_path / "train").iterdir()] == ["s.idx"]

@@ -39,6 +39,15 @@ def test_data_arrives_once(uploaded: Manifest, tmp_path: Path, monkeypatch: pyte
     assert not list(root.rglob("*.part"))
 
 
+def test_a_cached_tokenizer_of_earlier_data_is_replaced(uploaded: Manifest, tmp_path: Path) -> None:
+    root = fetch_manifest(URL, str(tmp_path / "cache"))
+    file = root / uploaded.tokenizer["file"]
+    good = file.read_bytes()
+    file.write_bytes(b"of other data")
+    fetch_manifest(URL, str(tmp_path / "cache"))
+    assert file.read_bytes() == good
+
+
 def test_damaged_transfer_is_named_and_leaves_no_file(uploaded: Manifest, tmp_path: Path) -> None:
     fs = fsspec.filesystem("memory")
     name = uploaded.shards()[0].path + ".bin"

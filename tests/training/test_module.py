@@ -212,6 +212,10 @@ def test_resume_takes_learning_rate_and_decay_from_the_config(tmp_path, prepared
     trainer.fit(module, data_of(prepared), ckpt_path=path, weights_only=True)
     assert module.used_lr == pytest.approx(5e-3)
     assert [g["weight_decay"] for g in trainer.optimizers[0].param_groups] == [0.3, 0.0]
+    path = checkpointed(tmp_path / "none", prepared, optimizer=OptimizerConfig(weight_decay=0.0))
+    trainer = trainer_of(tmp_path / "some", 3)
+    trainer.fit(module_of(optimizer=module.optimizer_config), data_of(prepared), ckpt_path=path, weights_only=True)
+    assert [g["weight_decay"] for g in trainer.optimizers[0].param_groups] == [0.3, 0.0]
 
 
 def test_checkpoint_of_another_model_is_refused_by_the_difference(tmp_path, prepared):

@@ -1,5 +1,6 @@
 import json
 import os
+import zipfile
 
 import pytest
 
@@ -21,7 +22,8 @@ def write(directory, step, files=("a", "b")):
 def write_file(directory, step):
     directory.mkdir(exist_ok=True)
     final = saves.save_path(directory, step)
-    saves.unfinished_path(final).write_text("x")
+    with zipfile.ZipFile(saves.unfinished_path(final), "w") as file:  # as torch writes
+        file.writestr("step", str(step))
     saves.finish(final, {})
     os.utime(final, ns=(step, step))
     return final
@@ -84,6 +86,13 @@ def test_interrupted_save_is_ignored_with_a_warning_and_removed_by_the_next(tmp_
         assert saves.newest(tmp_path) == whole.resolve()
     saves.prune(tmp_path, keep_last=2, keep_every=None, keep=whole)
     assert names(tmp_path) == ["last.ckpt", "step=2.ckpt"]
+
+
+def test_a_file_that_is_cut_off_is_passed_over(tmp_path):
+    whole, cut = write_file(tmp_path, 2), write_file(tmp_path, 4)
+    os.truncate(cut, cut.stat().st_size - 1)
+    with pytest.warns(UserWarning, match=r"step=4.ckpt is not complete \(it is cut off\)"):
+        assert saves.newest(tmp_path) == whole.resolve()
 
 
 def test_newest_of_nothing_is_none(tmp_path):
