@@ -15,6 +15,7 @@ _logger = logging.getLogger(__name__)
 
 Kernels = Literal["auto", "triton", "reference", "compiled"]
 MAX_READS = 16  # that the Triton kernels of MSAR compute together
+MAX_LANES = 8  # of Hyper-Connections that the Triton kernels take
 
 
 def check(kernels: str) -> None:

@@ -11,10 +11,12 @@ _OWNED = "_is_depth_gradient_buffer"
 class Buffers:
     """One gradient buffer per source of a read, and what later reads left in it.
 
-    A gradient that came straight from the read after this one is a buffer of ours that nobody else holds: it is updated
-    in place. Any other gradient may be shared (autograd hands one tensor to both sides of an addition), so the sum is
-    written to a new tensor; the bytes moved are the same. The last source may be the partial sum, whose gradient passes
-    through the write: it is never updated in place, unless `no_partial`.
+    A gradient that came straight from the read after this one is a buffer of ours that nobody else should hold: it is
+    updated in place, and so changes for a hook that kept it, or for `autograd.grad` with respect to a source that a
+    read passed on (not the one that the first read took, whose gradient is final). Any other gradient may be shared
+    (autograd hands one tensor to both sides of an addition), so the sum is written to a new tensor; the bytes moved are
+    the same. The last source may be the partial sum, whose gradient passes through the write: it is never updated in
+    place, unless `no_partial`.
 
     Attributes:
         add: whether `given` counts; False where no source has a gradient from a later read.

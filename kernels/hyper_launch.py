@@ -7,10 +7,9 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels import hyper_coefficients, hyper_lanes
+from kernels import MAX_LANES, hyper_coefficients, hyper_lanes
 from kernels.tiles import DTYPES, cdiv, float32, next_power_of_2, processors, shared_bytes
 
-MAX_LANES = 8
 MAX_ROUNDS = 64
 STAGED_BYTES = 160 << 10  # of shared memory that the lanes' gradient takes to have rows under way (Hopper: 219 KiB)
 

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+import kernels as kernel_choice
 from kernels import Kernels, reference
 from lit_msar.initialization import constant
 from lit_msar.residual.base import Cost, Site, State
@@ -58,7 +59,8 @@ class AttnRes(DepthAttention):
         position, sources = split_position(state)
         query, gain = self.query[site.index], self._gain(site)
         if self.n_depth_heads > 1:
-            return reference.split_head_read(sources, query, gain, self.n_depth_heads, self.eps), state
+            ops = kernel_choice.implementation(self.kernels, sources[0].device)  # no kernels for several heads
+            return ops.split_head_read(sources, query, gain, self.n_depth_heads, self.eps), state
         x, sources = self.run_read("attnres_read", sources, query, gain, self.eps)
         return x, joined(position, sources)
 

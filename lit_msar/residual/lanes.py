@@ -6,10 +6,8 @@ from typing import Any
 from torch import Tensor
 
 import kernels as kernel_choice
-from kernels import Kernels
+from kernels import MAX_LANES, Kernels
 from lit_msar.residual.base import Residual, Site, State
-
-MAX_TRITON_LANES = 8
 
 
 class LaneResidual(Residual):
@@ -32,13 +30,15 @@ class LaneResidual(Residual):
     def __init__(self, n_lanes: int, eps: float, kernels: Kernels, **options: Any) -> None:
         super().__init__(n_lanes=n_lanes, eps=eps, kernels=kernels, **options)
         kernel_choice.check(kernels)
+        if kernels == "triton" and n_lanes > MAX_LANES:
+            raise ValueError(f"kernels=triton takes 1 to {MAX_LANES} lanes, got n_lanes={n_lanes}; use kernels=auto")
         self.n_lanes = n_lanes
         self.eps = eps
         self.kernels = kernels
 
     def ops(self, lanes: Tensor) -> ModuleType:
         """The module of operations that runs tensors like `lanes`."""
-        return kernel_choice.implementation(self.kernels, lanes.device, has_triton=self.n_lanes <= MAX_TRITON_LANES)
+        return kernel_choice.implementation(self.kernels, lanes.device, has_triton=self.n_lanes <= MAX_LANES)
 
     def runs_ahead(self, x: Tensor) -> bool:
         """Whether the operations of tensors like `x` can project for the next read."""

@@ -89,6 +89,14 @@ def test_triton_without_kernels_for_the_strategy_is_an_error():
         AttnRes(n_depth_heads=4, kernels="triton")
 
 
+def test_several_depth_heads_run_on_what_was_asked_for(monkeypatch):
+    asked = []
+    monkeypatch.setattr(kernels, "implementation", lambda name, device: asked.append(name) or reference)
+    strategy = built(AttnRes(n_depth_heads=4, kernels="compiled"))
+    strategy.read(strategy.begin(torch.randn(1, 4, 16)), sites(2)[0])
+    assert asked == ["compiled"]
+
+
 @pytest.mark.parametrize("options", [{"conv_owner": "reader"}, {"mix": "mean"}, {"kernel_sizes": (1,)}])
 def test_per_block_names_what_it_needs(options):
     with pytest.raises(ValueError, match="schedule=per_block needs conv_owner=producer and mix=adaptive"):
