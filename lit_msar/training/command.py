@@ -83,7 +83,7 @@ class TrainCLI(LightningCLI):
             kwargs["logger"] = TensorBoardLogger(root, name="", version="") if trains else DummyLogger()
         # after Monitor, whose figures the bar shows
         bar = [StepProgress()] if config["enable_progress_bar"] is not False else []
-        self.trainer_defaults["callbacks"] = [RunFiles(), Predictions(), *bar]
+        self.trainer_defaults["callbacks"] = [RunFiles(), *bar, Predictions()]
         return super().instantiate_trainer(**kwargs)
 
     # ------------------------------------------------------------------------------------------ the commands

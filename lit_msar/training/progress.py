@@ -28,7 +28,7 @@ class Bar:
 
     def __init__(self, name: str, unit: str, total: int, done: int = 0) -> None:
         self._unit, self._total, self._first = unit, total, done
-        self._shown = done
+        self._latest = self._printed = (done, "")
         self._started, self._last_line = time.perf_counter(), -LINE_SECONDS
         self._rich: Progress | None = None
         console = Console(file=sys.stderr)
@@ -44,17 +44,22 @@ class Bar:
         if self._rich is not None:
             self._rich.update(self._task, completed=done, note=note)
             return
-        now = time.perf_counter()
-        is_end = done == self._total and done != self._shown
-        if done > self._first and (now - self._last_line >= LINE_SECONDS or is_end):
-            self._last_line, self._shown = now, done
-            left = (now - self._started) / (done - self._first) * (self._total - done)
-            print(f"{self._unit} {done}/{self._total}  {note}  left {left:,.0f} s", file=sys.stderr)
+        self._latest = done, note
+        if done > self._first and time.perf_counter() - self._last_line >= LINE_SECONDS:
+            self._print()
+
+    def _print(self) -> None:
+        self._last_line, self._printed = time.perf_counter(), self._latest
+        done, note = self._latest
+        left = (self._last_line - self._started) / (done - self._first) * (self._total - done)
+        print(f"{self._unit} {done}/{self._total}  {note}  left {left:,.0f} s", file=sys.stderr)
 
     def stop(self) -> None:
-        """Leave the bar as it is."""
+        """Leave the bar as it is; without a terminal print how far it came."""
         if self._rich is not None:
             self._rich.stop()
+        elif self._latest != self._printed and self._latest[0] > self._first:
+            self._print()
 
 
 class StepProgress(ProgressBar):
@@ -113,6 +118,8 @@ class StepProgress(ProgressBar):
     def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         if trainer.state.fn != "fit":
             self._stop()
+        elif self._bar is not None and not trainer.sanity_checking:
+            self._bar.update(trainer.global_step, _training_note(trainer))
 
     def on_test_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self._start("test", "batch", _count(trainer.num_test_batches))

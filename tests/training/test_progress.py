@@ -32,7 +32,7 @@ def test_validation_inside_fit_is_shown(tmp_path, prepared, every_line, capsys):
     trainer_with_bar(tmp_path, **options).fit(module_of(), data_of(prepared))
     err = capsys.readouterr().err
     assert "validating 2/2" in err
-    assert re.search(r"step 4/4  loss \d\.\d+  val \d\.\d+", err)
+    assert re.fullmatch(r"step 4/4  loss \d\.\d+  val \d\.\d+  [\d,]+ tokens/s  left 0 s", err.splitlines()[-1])
 
 
 @pytest.mark.parametrize("command", ["validate", "test", "predict"])
@@ -50,8 +50,9 @@ def test_lines_are_rare_but_the_last_one_comes(monkeypatch, capsys):
     for step in range(41, 101):
         now[0] += 1.0
         bar.update(step, "note")
-    bar.update(100, "validating")
+    bar.update(100, "validated")
+    bar.stop()
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "step 41/100  note  left 59 s"
-    assert lines[-1] == "step 100/100  note  left 0 s"
+    assert lines[-1] == "step 100/100  validated  left 0 s"
     assert len(lines) == 1 + 5 + 1
