@@ -80,7 +80,7 @@ def fit_kernel(
     if LEARNED:
         o = tl.arange(0, NORMS)
         taps += tl.max(tl.load(p_norms + n * group_step * n_norms + o, mask=o < n_norms, other=0.0))
-    room = tl.minimum(TAPS_PEAK / taps, 1.0)
+    room = tl.minimum(1.0 / taps * TAPS_PEAK, 1.0)  # triton 3.7 interprets no constant over a tensor
     tl.store(p_fit + n, power_of_two(tl.min(b_smallest, 0) * (PEAK * room / tl.sqrt(D + 0.0))))
     tl.store(p_fit + tl.num_programs(0) + n, room)
 
@@ -170,7 +170,7 @@ def narrow_gradients_kernel(
     slope_fit = 1.0
     if QUERY:
         peak = peak_of(p_peaks + (N + n) * n_tiles, n_tiles, BLOCK)
-        slope_fit = power_of_two(SLOPE_PEAK / tl.maximum(peak, 1e-30))
+        slope_fit = power_of_two(1.0 / tl.maximum(peak, 1e-30) * SLOPE_PEAK)
     if tl.program_id(0) == 0:
         tl.store(p_dfit + n, dfit)
         tl.store(p_dfit + N + n, slope_fit)

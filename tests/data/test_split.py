@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from data import split as split_module
@@ -35,6 +35,7 @@ def write(root: Path, sets: dict[str, list[list[int]]], shard_tokens: int = 1 <<
     shard_tokens=st.integers(40, 200),
     packing=st.sampled_from(["chunk", "document"]),
 )
+@example(lengths=[1, 1, 1], seq_len=1, shard_tokens=40, packing="document")  # every token is a sample's first
 def test_every_token_is_a_target_once_an_epoch(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], seq_len: int, shard_tokens: int, packing: str
 ) -> None:
@@ -51,7 +52,7 @@ def test_every_token_is_a_target_once_an_epoch(
     tokens, targets = batch["tokens"], batch["targets"]
     real = targets != IGNORE
     counts = np.bincount(targets[real], minlength=60_000)
-    assert counts[10:].max() == 1
+    assert counts[10:].max() <= 1
     shown = set(tokens.ravel().tolist())
     assert shown >= {t for d in documents for t in d}
     untargeted = {t for d in documents for t in d if counts[t] == 0}
