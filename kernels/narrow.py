@@ -81,7 +81,7 @@ def fit_kernel(
         o = tl.arange(0, NORMS)
         taps += tl.max(tl.load(p_norms + n * group_step * n_norms + o, mask=o < n_norms, other=0.0))
     room = tl.minimum(1.0 / taps * TAPS_PEAK, 1.0)  # triton 3.7 interprets no constant over a tensor
-    tl.store(p_fit + n, power_of_two(tl.min(b_smallest, 0) * (PEAK * room / tl.sqrt(D + 0.0))))
+    tl.store(p_fit + n, power_of_two(tl.min(b_smallest, 0) * (room * PEAK / tl.sqrt(D + 0.0))))
     tl.store(p_fit + tl.num_programs(0) + n, room)
 
 
@@ -166,7 +166,7 @@ def narrow_gradients_kernel(
     """
     n = tl.program_id(1)
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    dfit = power_of_two(PEAK * tl.load(p_room + n) / tl.maximum(peak_of(p_peaks + n * n_tiles, n_tiles, BLOCK), 1e-30))
+    dfit = power_of_two(tl.load(p_room + n) * PEAK / tl.maximum(peak_of(p_peaks + n * n_tiles, n_tiles, BLOCK), 1e-30))
     slope_fit = 1.0
     if QUERY:
         peak = peak_of(p_peaks + (N + n) * n_tiles, n_tiles, BLOCK)
