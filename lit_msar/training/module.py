@@ -139,8 +139,6 @@ class LanguageModel(L.LightningModule):
         self.used_lr: float | None = None
         self.evaluated: dict[str, float] = {}
         """Losses of the latest evaluation, on the host."""
-        self.has_trained = False
-        """Whether this process came to train: a finished run that is started again does not."""
 
     # ------------------------------------------------------------------------------------------ building
 
@@ -181,6 +179,11 @@ class LanguageModel(L.LightningModule):
     def _target_device(self) -> torch.device:
         strategy = self._strategy()
         return torch.device("cpu") if strategy is None else strategy.root_device
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether this process came to train: a finished run that is started again does not."""
+        return self.guard is not None
 
     @property
     def tokens_seen(self) -> int:
@@ -274,7 +277,6 @@ class LanguageModel(L.LightningModule):
         if self.cuda_graphs:
             trained = [parameter for parameter in self.decoder.parameters() if parameter.requires_grad]
             self.graphed = GraphedStep(trained, self._whole_micro_step)
-        self.has_trained = True
         if self._evaluation_is_due():
             self.evaluate()
 

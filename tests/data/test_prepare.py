@@ -185,7 +185,8 @@ def test_sigkill_at_ten_random_moments_leaves_the_same_bytes(tmp_path: Path, cor
         before = written(journal)
         process = start(tmp_path)
         # one kill in two at any moment from the start on, the other after blocks that this process has journalled
-        awaited, pause = kills % 2 == 1, rng.uniform(0, 0.1) if kills % 2 else rng.uniform(0.05, 0.9)
+        awaited = kills % 2 == 1
+        pause = rng.uniform(0, 0.1) if awaited else rng.uniform(0.05, 0.9)
         deadline = None if awaited else time.monotonic() + pause
         while process.poll() is None and (deadline is None or time.monotonic() < deadline):
             if deadline is None and written(journal) not in (None, before):
