@@ -19,7 +19,17 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels import mixing, mixing_backward, mixing_onto, msar_mix, msar_steps, streams, streams_backward, walk
+from kernels import (
+    mixing,
+    mixing_backward,
+    mixing_onto,
+    msar_inputs,
+    msar_mix,
+    msar_steps,
+    streams,
+    streams_backward,
+    walk,
+)
 
 D, TOKENS = 2112, 8192
 SOURCES = 8
@@ -91,7 +101,7 @@ class Case(NamedTuple):
     warps: int
     per_turn: float
     sources: int  # that the launch goes through; 1 for the mix
-    registers: int | None = None  # at most, as `msar_steps.Sources.constants` says
+    registers: int | None = None  # at most, as `msar_inputs.Sources.constants` says
 
 
 NO_MORE = {"MORE": False, "p_more": None, "p_more_unit": None}
@@ -103,7 +113,7 @@ NORM_ONLY = NO_QUERY | {"BEND": True, "MORE": True, "p_dr_table": None, "p_weigh
 def walk_case(name: str, kind: dict, n_reads: int, sources: int = 1) -> Case:
     warps_per_sm, stages = msar_steps.walk_resources(torch.float16, n_reads, kind["BEND"])
     constants = WALK | kind | {"READS": n_reads, "STAGES": stages}
-    return Case(name, walk.gradient_kernel, constants, 1, 8, sources, msar_steps.REGISTERS[warps_per_sm])
+    return Case(name, walk.gradient_kernel, constants, 1, 8, sources, msar_inputs.REGISTERS[warps_per_sm])
 
 
 CASES = (

@@ -13,7 +13,8 @@ from torch.autograd.function import once_differentiable
 
 from kernels import dots
 from kernels.gradients import Buffers
-from kernels.msar_steps import Sources, Spec, check_inputs, score, walk_sources
+from kernels.msar_inputs import Sources, Spec, check_inputs
+from kernels.msar_steps import score, walk_sources
 from kernels.tiles import aligned, check_sources, float32
 
 

@@ -24,12 +24,10 @@ from torch.autograd.function import once_differentiable
 from kernels import MAX_READS, depth_softmax
 from kernels.gradients import Buffers
 from kernels.msar_ahead import Ahead, scores_ahead
+from kernels.msar_inputs import Sources, Spec, check_inputs
 from kernels.msar_mix import Mixer, means_of, mix, mix_backward, mix_onto, mixes_onto
 from kernels.msar_steps import (
     Scores,
-    Sources,
-    Spec,
-    check_inputs,
     onto_factors,
     reads_at_once,
     retrieve,

@@ -10,7 +10,8 @@ import triton
 from torch import Tensor
 
 from kernels import mixing, mixing_backward, mixing_onto, mixing_tokens
-from kernels.msar_steps import Sources, Spec, retrieve_onto
+from kernels.msar_inputs import Sources, Spec
+from kernels.msar_steps import retrieve_onto
 from kernels.tiles import TRITON_DTYPES, cdiv, next_power_of_2, processors
 
 MIX_TOKENS = 1  # that a program of the mix holds

@@ -15,12 +15,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kernels.gradients import Buffers
+from kernels.msar_inputs import Sources, Spec, check_inputs
 from kernels.msar_mix import mix, mix_backward
 from kernels.msar_steps import (
     Scores,
-    Sources,
-    Spec,
-    check_inputs,
     retrieve,
     score,
     scores_gradient,

@@ -9,7 +9,7 @@ from kernels import reference
 pytest.importorskip("triton")
 
 from kernels import msar_mix, msar_steps
-from kernels.msar_steps import Sources, Spec
+from kernels.msar_inputs import Sources, Spec
 
 EPS = 1e-5
 # h, dr and the mixer's gradients: fp16 streams are given as they are stored, so that their rounding is in both

@@ -6,7 +6,7 @@ from kernels import reference
 
 pytest.importorskip("triton")
 
-from kernels import msar_read, msar_steps, narrow
+from kernels import msar_inputs, msar_read, msar_steps, narrow
 
 SIZES = (1, 4, 12)
 T, D = 16, 64
@@ -52,9 +52,9 @@ INPUTS = (plain, outlier_token, tiny_sources, mixed_magnitudes, large_taps, huge
 
 
 def scored(make):
-    spec = msar_steps.Spec(SIZES, "sigmoid", 1e-5)
+    spec = msar_inputs.Spec(SIZES, "sigmoid", 1e-5)
     tensors, taps = make()
-    sources = msar_steps.Sources([v.bfloat16() for v in tensors], taps, None)
+    sources = msar_inputs.Sources([v.bfloat16() for v in tensors], taps, None)
     of_reads = [msar_steps.score(spec, sources, normal(len(SIZES), D, scale=0.3)) for _ in range(2)]
     logits, rstd = torch.stack([logits for logits, _ in of_reads]), of_reads[0][1]
     return spec, sources, taps, logits, rstd
@@ -97,9 +97,9 @@ def test_sources_scales_are_powers_of_two_that_use_the_range_without_leaving_it(
 
 def test_many_sources_and_other_dtypes_are_computed_in_fp32():
     taps = [normal(16, 8)]
-    assert msar_steps.Sources([normal(1, 2, 8).bfloat16()] * 33, taps, None).compute == torch.float32
-    assert msar_steps.Sources([normal(1, 2, 8).half()], taps, None).compute == torch.float32
-    assert msar_steps.Sources([normal(1, 2, 8)], taps, None).compute == torch.float32
+    assert msar_inputs.Sources([normal(1, 2, 8).bfloat16()] * 33, taps, None).compute == torch.float32
+    assert msar_inputs.Sources([normal(1, 2, 8).half()], taps, None).compute == torch.float32
+    assert msar_inputs.Sources([normal(1, 2, 8)], taps, None).compute == torch.float32
 
 
 def read(function):
