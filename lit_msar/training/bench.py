@@ -169,8 +169,8 @@ class Contestant:
 
     name: str
     residual: Residual
-    optimizer: torch.optim.Optimizer | None
-    """None where nothing is trained."""
+    optimizer: torch.optim.AdamW | None
+    """None where nothing is trained or updated."""
 
 
 class Bench:
@@ -182,6 +182,7 @@ class Bench:
         strategies: not built yet, by name.
         batch_size, seq_len: tokens of a step.
         device: where it runs.
+        update: whether a step ends with clipping and AdamW.
     """
 
     def __init__(
@@ -192,6 +193,7 @@ class Bench:
         batch_size: int,
         seq_len: int,
         device: torch.device,
+        update: bool = True,
     ) -> None:
         if module.cuda_graphs:
             raise ValueError("bench times the parts of a step, and a CUDA graph has none: leave out model.cuda_graphs")
@@ -205,9 +207,10 @@ class Bench:
         self.decoder.to_empty(device=device).initialize(module.seed)
         if module.compiles:
             self.decoder.compile_parts()
-        options = module.optimizer_config
+        options = module.optimizer_config if update else None
         backbone = nn.ModuleList([self.decoder.embedding, self.decoder.layers, self.decoder.head])
-        self.backbone_optimizer = adamw(backbone, set(), options)  # shared: its states exist once, as in a run
+        # shared: its states exist once, as in a run
+        self.backbone_optimizer = None if options is None else adamw(backbone, set(), options)
         self.contestants = [self._contestant(name, s, s is first, options) for name, s in strategies.items()]
         time_parts(self.decoder, self.clock)
         vocab = config.vocab_size
@@ -215,14 +218,14 @@ class Bench:
         stream = torch.randint(vocab, (batch_size, seq_len + 1), generator=generator).to(device)
         self.inputs, self.targets = stream[:, :-1].contiguous(), stream[:, 1:].contiguous()
 
-    def _contestant(self, name: str, residual: Residual, is_built: bool, options: OptimizerConfig) -> Contestant:
+    def _contestant(self, name: str, residual: Residual, is_built: bool, options: OptimizerConfig | None) -> Contestant:
         if not is_built:
             with torch.device("meta"):
                 residual.build(self.config.d_model, self.config.n_layers)
             residual.to_empty(device=self.device)
             initialize(residual, seed=0)
         trained = [p for p in residual.parameters() if p.requires_grad]
-        optimizer = adamw(residual, set(), options) if trained else None
+        optimizer = adamw(residual, set(), options) if trained and options is not None else None
         return Contestant(name, residual, optimizer)
 
     def step(self, contestant: Contestant) -> Tensor:
@@ -236,7 +239,11 @@ class Bench:
             loss.backward()
         self.clock.mark(None)  # the embedding, whose backward is the last to be entered
         self.clock.mark("optimizer")  # until the next step starts
-        clipped_step(*optimizers)
+        if optimizers:
+            clipped_step(*optimizers)
+        else:
+            self.decoder.zero_grad()
+            contestant.residual.zero_grad()
         return loss.detach()
 
     def run(
@@ -303,6 +310,7 @@ def bench(
     output: str | None = None,
     trace: bool = False,
     peer: bool = False,
+    update: bool = True,
 ) -> list[BenchRow]:
     """Time whole training steps of several strategies over one backbone, by part, and print a table.
 
@@ -317,8 +325,11 @@ def bench(
         output: directory for bench.csv (written after every round), roofline.png and traces; null for none.
         trace: write a Chrome trace of one step of each strategy to `output`.
         peer: time transformers' Glm4Moe of the same shape in pure bf16 afterwards.
+        update: false leaves out clipping and AdamW, for a model whose optimizer states do not fit beside its gradients.
     """
     _check(steps, warmup, rounds, lengths, depths, trace or peer)
+    if peer and not update:
+        raise ValueError("the peer's step has an update: leave peer out, or update true")
     if trace and output is None:
         raise ValueError("trace needs --output DIR to write to")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -340,7 +351,8 @@ def bench(
         for length in lengths or [seq_len]:
             strategies = default_strategies() if residual is None else parse_strategies(residual)
             torch.compiler.reset()  # else a second length would be compiled for any length, and be slower
-            run = Bench(replace(module.config, n_layers=n_layers), module, strategies, batch_size, length, device)
+            config = replace(module.config, n_layers=n_layers)
+            run = Bench(config, module, strategies, batch_size, length, device, update)
             latest = run.run(warmup, steps, rounds, report)
             if trace:
                 for contestant in run.contestants:

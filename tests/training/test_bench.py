@@ -11,9 +11,9 @@ from lit_msar.training import bench as bench_module
 from lit_msar.training.bench import PARTS, Bench, bench
 
 
-def bench_of(strategies="Vanilla, MSAR(block_size=2)", **options):
+def bench_of(strategies="Vanilla, MSAR(block_size=2)", update=True, **options):
     module = module_of(**options)
-    return Bench(module.config, module, parse_strategies(strategies), 2, 16, torch.device("cpu"))
+    return Bench(module.config, module, parse_strategies(strategies), 2, 16, torch.device("cpu"), update)
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
@@ -59,6 +59,24 @@ def test_strategies_share_one_backbone_and_learn(tmp_path):
         assert sum(row.parts.values()) == pytest.approx(row.step, rel=0.5)
 
 
+def test_without_an_update_a_step_leaves_weights_and_no_gradients(monkeypatch):
+    run = bench_of(update=False)
+    trained = [*run.decoder.parameters(), *run.contestants[1].residual.parameters()]
+    before = [p.detach().clone() for p in trained]
+    has_gradients = []
+    backward = torch.Tensor.backward
+
+    def watched(loss):
+        backward(loss)
+        has_gradients.append(all(p.grad is not None for p in trained))
+
+    monkeypatch.setattr(torch.Tensor, "backward", watched)
+    run.step(run.contestants[1])
+    assert has_gradients == [True]
+    assert all(p.grad is None for p in trained)
+    assert all(torch.equal(p, old) for p, old in zip(trained, before, strict=True))
+
+
 def test_command_writes_rows_and_traces(tmp_path):
     bench(module_of(), 1, 8, "Vanilla", steps=1, warmup=0, rounds=1, output=str(tmp_path), trace=True)
     rows = list(csv.DictReader((tmp_path / "bench.csv").open()))
@@ -96,7 +114,7 @@ def test_rows_are_on_disk_after_every_round(tmp_path, monkeypatch):
 
 
 WRONG = [{"steps": 0}, {"rounds": 0}, {"warmup": -1}, {"trace": True}, {"lengths": []}, {"depths": [2, 2]}]
-WRONG += [{"lengths": [8], "peer": True}, {"lengths": [8], "depths": [1]}]
+WRONG += [{"lengths": [8], "peer": True}, {"lengths": [8], "depths": [1]}, {"update": False, "peer": True}]
 
 
 @pytest.mark.parametrize("options", WRONG, ids=str)
