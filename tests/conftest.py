@@ -38,6 +38,11 @@ def small_decoder(residual: Residual | None = None, seed: int = 0, dtype=torch.f
     return model.to(dtype)
 
 
+def python_path(folder: str) -> str:
+    """PYTHONPATH of a child that finds `folder` first, and what this process was given."""
+    return os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
+
+
 # Small tensors: threads cost more than they give, and the machine may be shared.
 torch.set_num_threads(1)
 

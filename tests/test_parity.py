@@ -152,6 +152,7 @@ def test_a_complete_run_is_not_run_again(options, monkeypatch, tmp_path, capsys)
             return 0
 
     monkeypatch.setattr(parity.subprocess, "Popen", Done)
+    monkeypatch.setattr(parity.torch.cuda, "is_available", lambda: False)  # which would add runs on the kernels
     write_losses(tmp_path, {"reference": [2.0, 1.0], "reordered": [2.0]})
     arguments = ["--data", str(options.data), "--size", str(options.size), "--output", str(tmp_path), "--steps", "2"]
     assert parity.main([*arguments, "--strategies", "HC"]) == 1

@@ -37,6 +37,7 @@ class Pass(torch.autograd.Function):
         return gradient
 
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 N_LAYERS, N_TOKENS, WIDTH = 2, 13, 64
 ON_KERNELS = {
     "mHC": lambda kernels: MHC(n_lanes=2, sinkhorn_rounds=1, kernels=kernels),
@@ -58,14 +59,14 @@ def test_depth_state_keeps_what_the_kernels_keep(name):
     pytest.importorskip("triton")
     strategy, saved = ON_KERNELS[name]("triton"), []
     strategy.build(WIDTH, N_LAYERS)
-    initialize(strategy, 0)
+    initialize(strategy.to(DEVICE), 0)
 
     def pack(tensor):
         saved.append(tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        state = strategy.begin(torch.randn(1, N_TOKENS, WIDTH).bfloat16().requires_grad_())
+        state = strategy.begin(torch.randn(1, N_TOKENS, WIDTH, device=DEVICE).bfloat16().requires_grad_())
         for site in sites(N_LAYERS)[:-1]:
             x, state = strategy.read(state, site)
             state = strategy.write(state, site, Pass.apply(x))
@@ -80,9 +81,9 @@ def test_what_waits_in_the_state_is_what_reads_to_come_need(name):
     pytest.importorskip("triton")
     strategy, n_waiting = ON_KERNELS[name]("triton"), []
     strategy.build(WIDTH, N_LAYERS)
-    initialize(strategy, 0)
+    initialize(strategy.to(DEVICE), 0)
     with torch.no_grad():
-        state = strategy.begin(torch.randn(1, N_TOKENS, WIDTH).bfloat16())
+        state = strategy.begin(torch.randn(1, N_TOKENS, WIDTH, device=DEVICE).bfloat16())
         *inner, head = sites(N_LAYERS)
         for site, following in zip(inner, [*inner[1:], head], strict=True):
             x, state = strategy.read(state, site)

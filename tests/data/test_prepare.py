@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zstandard
+from conftest import python_path
 
 from data import inputs, pool
 from data import prepare as prepare_module
@@ -149,7 +150,7 @@ prepare.prepare(sys.argv[2], input=sys.argv[1], train_tokenizer=330, workers=2, 
 
 
 def start(tmp_path: Path, output: str = "out") -> subprocess.Popen:
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env = os.environ | {"PYTHONPATH": python_path(str(ROOT)), "OMP_NUM_THREADS": "1"}
     arguments = [f"{tmp_path}/[abc].jsonl*", str(tmp_path / output)]
     return subprocess.Popen([sys.executable, "-c", PREPARE, *arguments], env=env, stdout=subprocess.PIPE, text=True)
 

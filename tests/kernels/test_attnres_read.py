@@ -147,20 +147,20 @@ def test_a_captured_read_replays_with_new_sources():
 
 @pytest.mark.parametrize("name", ["query", "key_gain"])
 def test_parameters_of_another_width_are_named(name):
-    given = {"query": torch.zeros(16), "key_gain": torch.zeros(16)} | {name: torch.zeros(8)}
+    given = {"query": normal(16), "key_gain": normal(16)} | {name: normal(8)}
     with pytest.raises(ValueError, match=rf"{name} must be \[16\], got \[8\]"):
-        fused.attnres_read([torch.zeros(1, 2, 16)], given["query"], given["key_gain"], EPS)
+        fused.attnres_read([normal(1, 2, 16)], given["query"], given["key_gain"], EPS)
 
 
 @pytest.mark.parametrize(
     ("sources", "message"),
     [
-        ([torch.zeros(1, 2, 12)], "D a multiple of 8"),
-        ([torch.zeros(1, 2, 8, dtype=torch.float64)], "bf16, fp16 or fp32"),
-        ([torch.zeros(1, 2, 8)] * 129, "1 to 128 sources, got 129"),
-        ([torch.zeros(1, 2, 8), torch.zeros(1, 3, 8)], "all sources of a read must be alike"),
+        ([normal(1, 2, 12)], "D a multiple of 8"),
+        ([normal(1, 2, 8, dtype=torch.float64)], "bf16, fp16 or fp32"),
+        ([normal(1, 2, 8)] * 129, "1 to 128 sources, got 129"),
+        ([normal(1, 2, 8), normal(1, 3, 8)], "all sources of a read must be alike"),
     ],
 )
 def test_unsupported_sources_are_named(sources, message):
     with pytest.raises(ValueError, match=message):
-        fused.attnres_read(sources, torch.zeros(sources[0].shape[-1]), None, EPS)
+        fused.attnres_read(sources, normal(sources[0].shape[-1]), None, EPS)

@@ -3,6 +3,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 import torch
+from kernel_inputs import DEVICE, normal
 
 pytest.importorskip("triton")
 
@@ -64,9 +65,9 @@ def test_kernels_and_reference_of_an_operation_are_given_the_same_reads(op, monk
     monkeypatch.setattr(bench, "KERNEL_SIZES", (1, 2))
     x = object.__new__(bench.Inputs)
     n_taps = 1 if op == "msar_reader" else 3
-    x.sources = [torch.randn(1, 4, 8) for _ in range(2)]
-    x.taps = [torch.randn(2, 8) for _ in range(n_taps)]
-    x.reads = [(torch.randn(2, 8), torch.randn(2, 2, 8), torch.randn(1), torch.randn(2)) for _ in range(2)]
+    x.sources = [normal(1, 4, 8) for _ in range(2)]
+    x.taps = [normal(2, 8) for _ in range(n_taps)]
+    x.reads = [(normal(2, 8), normal(2, 2, 8), normal(1), normal(2)) for _ in range(2)]
     if op not in bench.OF_A_BLOCK:
         x.taps = x.taps[:2]
     expected, found = bench.run_op(op, bench.reference, x), bench.run_triton(op, x)
@@ -78,7 +79,7 @@ def test_kernels_and_reference_of_an_operation_are_given_the_same_reads(op, monk
 def test_errors_of_the_kernels_are_those_of_rounding(op, monkeypatch):
     monkeypatch.setattr(bench, "KERNEL_SIZES", (1, 2))
     monkeypatch.setattr(bench, "CHECKED_TOKENS", 3)
-    x = bench.Inputs(op, 2, 16, 5, device="cpu")
+    x = bench.Inputs(op, 2, 16, 5, device=DEVICE)
     error, gradient_error = bench.errors(op, bench.implementations(op, with_peers=False)["triton"], x)
     assert 0 < error < 1e-2
     assert 0 < gradient_error < 2e-2
@@ -90,7 +91,7 @@ def stacked_read(x):
 
 
 def test_errors_compare_the_gradients_of_stacked_sources():
-    x = bench.Inputs("attnres", 3, 16, 70, device="cpu")
+    x = bench.Inputs("attnres", 3, 16, 70, device=DEVICE)
     error, gradient_error = bench.errors("attnres", stacked_read, x)
     assert max(error, gradient_error) < 1e-2
     wrong = bench.errors("attnres", lambda x: [stacked_read(x)[0] + 0.5 * bench.stacked(x)[1]], x)
@@ -102,4 +103,4 @@ def test_peers_are_those_installed_and_fail_only_when_called(monkeypatch):
     monkeypatch.setitem(sys.modules, "fla.ops.attnres", None)
     assert list(bench.peers()) == ["fla-core"]
     with pytest.raises(ModuleNotFoundError):
-        bench.peers()["fla-core"](bench.Inputs("attnres", 2, 16, 3, device="cpu"))
+        bench.peers()["fla-core"](bench.Inputs("attnres", 2, 16, 3, device=DEVICE))

@@ -2,6 +2,7 @@ import csv
 
 import pytest
 import torch
+from kernel_inputs import DEVICE
 
 pytest.importorskip("triton")
 
@@ -18,7 +19,7 @@ def test_without_a_gpu_it_says_so(capsys):
 def test_errors_of_the_formula_are_those_of_rounding(name, monkeypatch):
     monkeypatch.setattr(bench_hyper, "CHECKED_TOKENS", 4)
     monkeypatch.setattr(bench_hyper, "N_ROUNDS", 3)
-    lanes, y, parameters = bench_hyper.inputs(2, 32, 6, device="cpu")
+    lanes, y, parameters = bench_hyper.inputs(2, 32, 6, device=DEVICE)
     run, given = bench_hyper.IMPLEMENTATIONS[name][1](lanes, y, parameters)
     error, gradient_error = bench_hyper.errors(run, lanes, y, given, parameters)
     assert 0 < error < 1e-2
@@ -26,7 +27,7 @@ def test_errors_of_the_formula_are_those_of_rounding(name, monkeypatch):
 
 
 def test_errors_show_a_wrong_write():
-    lanes, y, parameters = bench_hyper.inputs(2, 32, 6, device="cpu")
+    lanes, y, parameters = bench_hyper.inputs(2, 32, 6, device=DEVICE)
 
     def wrong(lanes, y, given):
         h, written = bench_hyper.plain(lanes, y, given)

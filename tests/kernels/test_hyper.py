@@ -350,12 +350,12 @@ def test_strided_lanes_are_read_by_value():
     ],
 )
 def test_unsupported_lanes_are_named(shape, dtype, message):
-    lanes = torch.zeros(shape, dtype=dtype)
+    lanes = normal(*shape, dtype=dtype)
     n, D = shape[2:]
     with pytest.raises(ValueError, match=message):
-        hyper.mhc_read(lanes, torch.zeros(n * n + 2 * n, n * D), torch.zeros(3), torch.zeros(n * n + 2 * n), 20, EPS)
+        hyper.mhc_read(lanes, normal(n * n + 2 * n, n * D), normal(3), normal(n * n + 2 * n), 20, EPS)
     with pytest.raises(ValueError, match=message):
-        hyper.update(lanes, lanes[:, :, 0], torch.zeros(shape[:3]), torch.zeros(*shape[:3], n))
+        hyper.update(lanes, lanes[:, :, 0], normal(*shape[:3]), normal(*shape[:3], n))
 
 
 def test_wrong_companions_of_a_write_are_named():

@@ -64,7 +64,7 @@ def block(by_block: bool, n_sources, n_reads, sizes=(1, 3, 5), gate="sigmoid", p
 WIDE_OPTIONS = {"n_sources": 2, "n_reads": 2, "dtype": torch.bfloat16}
 WIDE = [
     WIDE_OPTIONS | {"T": 10, "D": 1048, "B": 2, "sizes": (1, 4), "packed": True},
-    WIDE_OPTIONS | {"T": 13, "D": 1024, "n_reads": 3, "sizes": (1, 3, 5), "gate": "softmax"},
+    WIDE_OPTIONS | {"T": 61, "D": 1024, "n_reads": 3, "sizes": (1, 3, 5), "gate": "softmax"},
     WIDE_OPTIONS | {"T": 40, "D": 2112, "sizes": (1, 4, 8, 12)},
 ]
 

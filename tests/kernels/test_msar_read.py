@@ -143,13 +143,13 @@ def test_statistics_only_are_kept_for_the_backward_pass():
 def test_what_does_not_belong_to_the_sources_is_named(name, given, message):
     shapes = {"source": (2, 5, 16), "taps": (4, 16), "query": (2, 16), "mix_weight": (2, 2, 16), "mix_scale": (1,)}
     shapes |= {"mix_bias": (2,), "position": (2, 5), name: given}
-    source, taps, *parameters, position = (torch.zeros(shape) for shape in shapes.values())
+    source, taps, *parameters, position = (torch.zeros(shape, device=DEVICE) for shape in shapes.values())
     with pytest.raises(ValueError, match=message):
         fused.msar_read([source] * 2, [taps] * 2, *parameters, kernel_sizes=(1, 4), position=position)
     if name == "position":
         return
     with pytest.raises(ValueError, match="one group per source, got 1 for 2" if name == "taps" else message):
-        fused.msar_read([source] * 2, [torch.zeros(4, 16)], *parameters, kernel_sizes=(1, 4))
+        fused.msar_read([source] * 2, [normal(4, 16)], *parameters, kernel_sizes=(1, 4))
 
 
 def test_one_position_holds_for_all_sequences():

@@ -93,7 +93,7 @@ def test_several_depth_heads_run_on_what_was_asked_for(monkeypatch):
     asked = []
     monkeypatch.setattr(kernels, "implementation", lambda name, device: asked.append(name) or reference)
     strategy = built(AttnRes(n_depth_heads=4, kernels="compiled"))
-    strategy.read(strategy.begin(torch.randn(1, 4, 16)), sites(2)[0])
+    strategy.read(strategy.begin(torch.randn(1, 4, 16, device=DEVICE)), sites(2)[0])
     assert asked == ["compiled"]
 
 

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from conftest import python_path
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
@@ -26,7 +27,8 @@ pytestmark = pytest.mark.slow
 def launch(start, prepared, out, *more):
     """A running command; its output in `out/screen.txt`."""
     out.mkdir(exist_ok=True)
-    environment = os.environ | {"PYTHONPATH": "tests", "OMP_NUM_THREADS": "1", "GPUS": "2", "PYTHON": sys.executable}
+    environment = os.environ | {"PYTHONPATH": python_path("tests"), "OMP_NUM_THREADS": "1"}
+    environment |= {"GPUS": "2", "PYTHON": sys.executable}
     command = [*start, *SMALL, f"--data.path={prepared}", f"--trainer.default_root_dir={out}", *more]
     with (out / "screen.txt").open("w") as screen:
         return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=screen, stderr=subprocess.STDOUT)
