@@ -277,7 +277,8 @@ class Bench:
 
     def _row(self, contestant: Contestant, times: list[dict[str, float]], peak: float | None, loss: float) -> BenchRow:
         step = statistics.median(sum(parts.values()) for parts in times)
-        parts = {name: statistics.median(t.get(name, 0.0) for t in times) for name in PARTS}
+        names = [name for name in PARTS if self.backbone_optimizer is not None or name != "optimizer"]
+        parts = {name: statistics.median(t.get(name, 0.0) for t in times) for name in names}
         flops = training_flops_per_token(self.config, contestant.residual, self.seq_len)
         flops *= self.batch_size * self.seq_len
         device_peak = peak_flops(self.device)
